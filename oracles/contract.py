@@ -1,0 +1,58 @@
+"""`Contract`: what a kernel claims, clause by clause, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+Bits = Literal["eager", "portable"]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One field a clause; a clause left at None or False is not claimed and is not held against the kernel.
+
+    forward_bits: out equals this reference in every bit: `eager` (fp32-intermediate PyTorch on the same device) or
+        `portable` (`ordered(exp="portable")`, the same on every machine).
+    gradient_bits: the same for grad_kv and grad_score.
+    dape_bits: grad_ape equals `ordered(exp="portable")` in every bit.
+    error_bound: every finite element of all four outputs within its derived bound around fp64.
+    dape_accuracy: the error of grad_ape against fp64 is at most the eager reference's (root mean square).
+    deterministic: out, grad_kv and grad_score have the same bits from run to run.
+    dape_deterministic: grad_ape has the same bits from run to run.
+    zero_slots: gradients of unconsumed slots are exact +0, whatever the buffer held.
+    row_padding: rows past cu_seqlens_comp[-1] pool token 0's block; their incoming gradient changes no bit.
+    token_padding: tokens past cu_seqlens[-1] change no bit of anything.
+    nonfinite: Inf and NaN come out where the reference has them, and nowhere else.
+    memory: inputs are unchanged and nothing is written outside the outputs.
+    batch_invariance: a segment's rows do not depend on its neighbours.
+    replay: the same buffers serve new data and other lengths.
+    graph_replay: a captured CUDA graph follows new data, other lengths and fewer rows.
+    streams: side streams and tensors on a device that is not current are handled.
+    """
+
+    forward_bits: Bits | None = None
+    gradient_bits: Bits | None = None
+    dape_bits: bool = False
+    error_bound: bool = False
+    dape_accuracy: bool = False
+    deterministic: bool = False
+    dape_deterministic: bool = False
+    zero_slots: bool = False
+    row_padding: bool = False
+    token_padding: bool = False
+    nonfinite: bool = False
+    memory: bool = False
+    batch_invariance: bool = False
+    replay: bool = False
+    graph_replay: bool = False
+    streams: bool = False
+
+    def claims(self, clause: str) -> bool:
+        """Whether `clause` is claimed. Raises ValueError for a name that is no clause."""
+        if clause not in CLAUSES:
+            raise ValueError(f"clause: got {clause!r}, need one of {', '.join(CLAUSES)}")
+        return bool(getattr(self, clause))
+
+
+CLAUSES: tuple[str, ...] = tuple(f.name for f in fields(Contract))

@@ -1,0 +1,1 @@
+"""The contracts as tests, over any kernel."""
