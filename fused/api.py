@@ -1,0 +1,90 @@
+"""`compress_forward` and `compress_backward`: the fused kernels on torch tensors, into given buffers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import compiled
+from .checks import check_backward, check_forward
+from .config import Exp
+
+
+def compress_forward(
+    kv: Tensor, score: Tensor, ape: Tensor, cu_seqlens: Tensor, cu_seqlens_comp: Tensor, *,
+    ratio: int, coff: int, out: Tensor, exp: Exp | None = None,
+) -> Tensor:
+    """Pool every `ratio` tokens of a packed batch into one row.
+
+    On CUDA out has the bits of the fp32-intermediate PyTorch region on the same device; in portable mode it has the
+    same bits on every machine. Runs on the current stream of the tensors' device, without synchronisation.
+
+    Args:
+        kv, score: (total_tokens, coff * head_dim), bf16, contiguous, on CPU or CUDA.
+        ape: (ratio, coff * head_dim), fp32.
+        cu_seqlens: (B+1,), int32, token offsets of the segments, from 0, non-decreasing, at most total_tokens.
+        cu_seqlens_comp: (B+1,), int32, row offsets: segment s has `len_s // ratio` rows.
+        ratio: 1 to 32.
+        coff: 1, or 2 for overlapping windows.
+        out: (total_comp, head_dim), bf16, written whole; rows past cu_seqlens_comp[-1] pool tokens [0, ratio).
+        exp: `native` (CUDA only, and the default there) or `portable` (the default on the CPU).
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: naming the argument, what came and what is needed; nothing is written then.
+    """
+    shape = check_forward(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, out)
+    exp = _exp(exp, kv)
+    if shape.total_comp:
+        tensors = [kv, score, ape, cu_seqlens, cu_seqlens_comp, out]
+        config = compiled.configure(ratio, coff, shape, exp, kv.device, [kv, score, ape, out])
+        compiled.forward(config, shape, tensors)
+    return out
+
+
+def compress_backward(
+    kv: Tensor, score: Tensor, ape: Tensor, cu_seqlens: Tensor, cu_seqlens_comp: Tensor, grad_out: Tensor, *,
+    ratio: int, coff: int, grad_kv: Tensor, grad_score: Tensor, grad_ape: Tensor, exp: Exp | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `compress_forward`, every element written: exact +0 where no row consumes a slot.
+
+    grad_kv and grad_score have the reference's bits as out has; grad_ape is summed by a tree that the rows alone
+    determine, so it is the same from run to run and from device to device. One fp32 workspace of
+    ceil(total_comp / 32) * ratio * coff * head_dim elements is allocated.
+
+    Args:
+        kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, exp: as in `compress_forward`.
+        grad_out: (total_comp, head_dim), bf16; rows past cu_seqlens_comp[-1] are ignored.
+        grad_kv, grad_score: as kv.
+        grad_ape: as ape.
+
+    Returns:
+        (grad_kv, grad_score, grad_ape).
+
+    Raises:
+        ValueError: as `compress_forward`.
+    """
+    shape = check_backward(
+        kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio, coff, grad_kv, grad_score, grad_ape
+    )
+    exp = _exp(exp, kv)
+    gradients = (grad_kv, grad_score, grad_ape)
+    if not shape.total_comp:
+        for gradient in gradients:
+            gradient.zero_()
+        return gradients
+    tensors = [kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, *gradients]
+    config = compiled.configure(ratio, coff, shape, exp, kv.device, [kv, score, ape, grad_out, *gradients])
+    compiled.backward(config, shape, tensors)
+    return gradients
+
+
+def _exp(exp: Exp | None, kv: Tensor) -> Exp:
+    if exp is None:
+        return "native" if kv.is_cuda else "portable"
+    if exp not in ("native", "portable"):
+        raise ValueError(f"exp: got {exp!r}, need 'native' or 'portable'")
+    if exp == "native" and not kv.is_cuda:
+        raise ValueError(f"exp: got 'native' for tensors on {kv.device}, need 'portable' there")
+    return exp

@@ -1,0 +1,165 @@
+"""Arithmetic on lanes, the one place where the CPU and the GPU differ.
+
+A lane is what one step computes on: a `Float32` scalar on the GPU, where products and sums carry an explicit
+rounding so that ptxas cannot contract them, or a vector of `vec` columns on the host, whose build contracts nothing.
+Both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint16, Uint32
+from cutlass.cute.math import RoundingMode
+from cutlass.cute.tensor import TensorSSA
+from cutlass.cutlass_dsl import select_
+
+from .config import Config
+
+Lane: TypeAlias = Float32 | TensorSSA
+Lanes: TypeAlias = list[Lane]
+
+NEAREST = RoundingMode.NEAREST_EVEN
+NEG_INF = float("-inf")
+
+# exp(x) = 2^n * exp(r): Cody and Waite's two-part log 2, and the polynomial of exp(r) on |r| <= log(2) / 2.
+LOG2_E = float.fromhex("0x1.715476p+0")
+LN2_HIGH = float.fromhex("0x1.62e4p-1")
+LN2_LOW = float.fromhex("0x1.7f7d1cp-20")
+ROUND_TO_INTEGER = 12582912.0  # 1.5 * 2^23: adding it leaves the integer in the low bits
+ROUND_TO_INTEGER_BITS = 0x4B400000
+EXP_UNDERFLOW = -105.0  # exp is +0 in fp32 from here on down
+EXP_COEFFICIENTS = tuple(
+    float.fromhex(c)
+    for c in ("0x1.6a241ap-10", "0x1.1239f2p-7", "0x1.5558f2p-5", "0x1.555492p-3", "0x1.fffffcp-2", "0x1p0", "0x1p0")
+)  # highest degree first; the worst error of exp is 0.882 ulp
+
+
+def on_host(lane: Lane) -> bool:
+    return isinstance(lane, TensorSSA)
+
+
+def constant(value: float, like: Lane) -> Lane:
+    return cute.full(like.shape, value, Float32) if on_host(like) else Float32(value)
+
+
+def add(a: Lane, b: Lane) -> Lane:
+    return a + b if on_host(a) else cute.math.add(a, b, rounding=NEAREST)
+
+
+def sub(a: Lane, b: Lane) -> Lane:
+    return a - b if on_host(a) else cute.math.add(a, -b, rounding=NEAREST)
+
+
+def mul(a: Lane, b: Lane) -> Lane:
+    return a * b if on_host(a) else cute.math.mul(a, b, rounding=NEAREST)
+
+
+def fma(a: Lane, b: Lane, c: Lane) -> Lane:
+    return cute.math.fma(a, b, c) if on_host(a) else cute.math.fma(a, b, c, rounding=NEAREST)
+
+
+def div(a: Lane, b: Lane) -> Lane:
+    return a / b if on_host(a) else cute.math.div(a, b, rounding=NEAREST)
+
+
+def maximum(a: Lane, b: Lane) -> Lane:
+    # NaN may be dropped here: a NaN logit makes its own exp NaN, hence the sum, hence every weight.
+    return cute.where(b > a, b, a) if on_host(a) else cute.math.max(a, b)
+
+
+def select(condition: cute.Boolean, a: Lane, b: Lane) -> Lane:
+    """`a` where the scalar `condition` holds, else `b`."""
+    if not on_host(a):
+        return Float32(select_(condition, a, b))
+    mask = cute.full(a.shape, condition.to(Int32), Int32)
+    return cute.where(mask != 0, a, b)
+
+
+def unless_nan(a: Lane, b: Lane) -> Lane:
+    """`a`, but `b` where `a` is NaN."""
+    return cute.where(a == a, a, b) if on_host(a) else Float32(select_(a == a, a, b))
+
+
+def not_negative_zero(a: Lane) -> Lane:
+    """−0 becomes +0, as in a gradient that autograd accumulates into +0."""
+    return add(a, constant(0.0, a))
+
+
+def two_sum(a: Lane, b: Lane) -> tuple[Lane, Lane]:
+    """The rounded sum and its exact error (Knuth)."""
+    s = add(a, b)
+    b_part = sub(s, a)
+    return s, add(sub(a, sub(s, b_part)), sub(b, b_part))
+
+
+def exp(x: Lane, config: Config) -> Lane:
+    return cute.math.exp(x) if config.exp == "native" else exp_portable(x)
+
+
+def exp_portable(x: Lane) -> Lane:
+    """exp of x <= 0 from fp32 mul, add and fma alone: at most 1 ulp off, exact 1 at 0, +0 from −inf, NaN through."""
+    least = constant(EXP_UNDERFLOW, x)
+    x = cute.where(x < least, least, x) if on_host(x) else Float32(select_(x < least, least, x))
+    shifted = fma(x, constant(LOG2_E, x), constant(ROUND_TO_INTEGER, x))
+    n = sub(shifted, constant(ROUND_TO_INTEGER, x))
+    r = fma(n, constant(-LN2_HIGH, x), x)
+    r = fma(n, constant(-LN2_LOW, x), r)
+    p = constant(EXP_COEFFICIENTS[0], x)
+    for coefficient in EXP_COEFFICIENTS[1:]:
+        p = fma(p, r, constant(coefficient, x))
+    exponent = shifted.bitcast(Int32) - ROUND_TO_INTEGER_BITS
+    # Two factors: the first product is exact, the second rounds once, into the subnormals if need be.
+    half = _shift(exponent, -1)
+    return mul(mul(p, _power_of_two(half)), _power_of_two(exponent - half))
+
+
+def _power_of_two(exponent: Int32 | TensorSSA) -> Lane:
+    return _shift(exponent + 127, 23).bitcast(Float32)
+
+
+def _shift(a: Int32 | TensorSSA, left: int) -> Int32 | TensorSSA:
+    shifted = a << left if left > 0 else a >> -left
+    return TensorSSA(shifted, a.shape, a.dtype) if on_host(a) else shifted
+
+
+def storage(config: Config) -> type[BFloat16] | type[Uint16]:
+    """How bf16 is moved: the host build has no conversion to bf16, so it handles bit patterns."""
+    return Uint16 if config.target == "cpu" else BFloat16
+
+
+def lanes_of(fragment: cute.Tensor, k: int | Int32, config: Config) -> Lanes:
+    """The fp32 lanes of column group `k` of a (count, vec) tensor of fp32, or of bf16 in `storage`."""
+    if config.target == "gpu":
+        return [fragment[k, c].to(Float32) for c in range(config.vec)]
+    vector = fragment[k, None].load()
+    if fragment.element_type is Float32:
+        return [vector]
+    return [_shift(vector.to(Uint32), 16).bitcast(Float32)]
+
+
+def put_lanes(fragment: cute.Tensor, k: int | Int32, lanes: Lanes, config: Config) -> None:
+    """Write lanes to column group `k` of a (count, vec) tensor of fp32, or of bf16 rounded to nearest even."""
+    if config.target == "gpu":
+        for c in range(config.vec):
+            fragment[k, c] = lanes[c].to(fragment.element_type)
+    elif fragment.element_type is Float32:
+        fragment[k, None].store(lanes[0])
+    else:
+        fragment[k, None].store(_bf16_bits(lanes[0]))
+
+
+def apply(operation: Callable[..., Lane], config: Config, to: tuple, *operands: tuple) -> None:
+    """`to = operation(*operands)` lane by lane; each is a (fragment, k) pair."""
+    sources = [lanes_of(fragment, k, config) for fragment, k in operands]
+    put_lanes(*to, [operation(*lanes) for lanes in zip(*sources, strict=True)], config)
+
+
+def _bf16_bits(x: TensorSSA) -> TensorSSA:
+    bits = x.bitcast(Uint32)
+    odd = _shift(bits, -16) & cute.full(x.shape, 1, Uint32)
+    rounded = _shift(bits + odd + 0x7FFF, -16)
+    quiet = cute.full(x.shape, 0x7FC0, Uint32)
+    return cute.where(x == x, rounded, quiet).to(Uint16)

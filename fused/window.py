@@ -1,0 +1,224 @@
+"""One row of the compressor for one group of columns: which entries it pools, and the arithmetic of both directions.
+
+Every function here runs unchanged as part of a GPU thread and of the CPU loop. Tensors in memory come as `columns`
+views, registers as (count, vec) fragments. Overlap has two halves: half 0 is the previous block in the first-half
+columns, the last half always the row's own block; without overlap there is only the own block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Constexpr, Float32, Int32
+
+from .arith import (
+    NEG_INF,
+    Lane,
+    add,
+    apply,
+    constant,
+    div,
+    exp,
+    fma,
+    maximum,
+    mul,
+    not_negative_zero,
+    select,
+    storage,
+    sub,
+)
+from .config import Config
+
+
+class Place(NamedTuple):
+    """One row's column group: `groups` column groups make a row of out, `coff * groups` a token."""
+
+    row: Int32
+    token: Int32  # the first own token
+    first: Boolean  # of its segment: the overlap half is invalid
+    group: Int32
+    groups: Int32
+
+
+def columns(tensor: cute.Tensor, count: Int32, config: Config, dtype: type | None = None) -> cute.Tensor:
+    """A contiguous tensor as (count, vec): column groups that one step loads and stores whole."""
+    pointer = tensor.iterator if dtype is None else cute.recast_ptr(tensor.iterator, dtype=dtype)
+    return cute.make_tensor(pointer, cute.make_layout((count, config.vec), stride=(config.vec, 1)))
+
+
+def fragments(count: int, config: Config, dtype: type = Float32) -> cute.Tensor:
+    """Registers for `count` column groups, (count, vec)."""
+    return cute.make_rmem_tensor(cute.make_layout((count, config.vec), stride=(config.vec, 1)), dtype)
+
+
+def entry(config: Config, place: Place, half: int, k: Int32) -> Int32:
+    """Index in kv of entry `k` of one half of a row's window."""
+    back = config.ratio if half < config.coff - 1 else 0
+    return ((place.token - back + k) * config.coff + half) * place.groups + place.group
+
+
+def ape_entry(config: Config, place: Place, half: int, k: Int32) -> Int32:
+    """Index in ape of the position bias of the same entry."""
+    return (k * config.coff + half) * place.groups + place.group
+
+
+def row_entry(place: Place) -> Int32:
+    """Index in out and grad_out."""
+    return place.row * place.groups + place.group
+
+
+@cute.jit
+def find_segment(cu_seqlens_comp: cute.Tensor, segments: Int32, row: Int32) -> Int32:
+    """The segment that holds `row`: the last one that starts at or before it, so empty ones are stepped over."""
+    low = Int32(0)
+    high = segments
+    while high - low > 1:
+        middle = (low + high) // 2
+        if cu_seqlens_comp[middle] <= row:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _is_invalid(config: Config, place: Place, half: int) -> Boolean:
+    return place.first & (half < config.coff - 1)
+
+
+@cute.jit
+def load_logits(config: Constexpr, score: cute.Tensor, ape: cute.Tensor, place: Place) -> cute.Tensor:
+    """score + ape of a row's window, (window, vec) fp32; −inf where it is invalid, whatever score and ape hold there."""
+    logits, bias = fragments(config.window, config), fragments(1, config)
+    logits.fill(NEG_INF)
+    raw = fragments(1, config, storage(config))
+    for half in cutlass.range_constexpr(config.coff):
+        if not _is_invalid(config, place, half):
+            for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+                cute.autovec_copy(score[entry(config, place, half, k), None], raw[0, None])
+                cute.autovec_copy(ape[ape_entry(config, place, half, k), None], bias[0, None])
+                apply(add, config, (logits, half * config.ratio + k), (raw, 0), (bias, 0))
+    return logits
+
+
+@cute.jit
+def load_values(config: Constexpr, kv: cute.Tensor, place: Place) -> cute.Tensor:
+    """kv of a row's window, (window, vec) in `storage`; 0 where it is invalid."""
+    values = fragments(config.window, config, storage(config))
+    values.fill(0)
+    for half in cutlass.range_constexpr(config.coff):
+        if not _is_invalid(config, place, half):
+            for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+                cute.autovec_copy(kv[entry(config, place, half, k), None], values[half * config.ratio + k, None])
+    return values
+
+
+@cute.jit
+def softmax(config: Constexpr, x: cute.Tensor) -> None:
+    """Turn logits into weights in place, (window, vec) fp32, summing in softmax order."""
+    top = fragments(1, config)
+    cute.autovec_copy(x[0, None], top[0, None])
+    for k in cutlass.range(1, config.window, unroll_full=config.unroll):
+        apply(maximum, config, (top, 0), (top, 0), (x, k))
+    for k in cutlass.range(config.window, unroll_full=config.unroll):
+        apply(lambda a, b: exp(sub(a, b), config), config, (x, k), (x, k), (top, 0))
+    total = lane_sum(config, x)
+    for k in cutlass.range(config.window, unroll_full=config.unroll):
+        apply(div, config, (x, k), (x, k), (total, 0))
+
+
+@cute.jit
+def lane_sum(config: Constexpr, terms: cute.Tensor) -> cute.Tensor:
+    """Softmax order: lane x adds entries x, x + lanes, ... serially from +0; the lanes combine by a halving tree."""
+    sums = fragments(config.softmax_lanes, config)
+    sums.fill(0.0)
+    for k in cutlass.range(config.window, unroll_full=config.unroll):
+        apply(add, config, (sums, k % config.softmax_lanes), (sums, k % config.softmax_lanes), (terms, k))
+    halving_tree(config, sums, config.softmax_lanes, 1)
+    return sums
+
+
+@cute.jit
+def pool_sum(config: Constexpr, weights: cute.Tensor, values: cute.Tensor) -> cute.Tensor:
+    """sum_k p_k * kv_k in reduction order: lane y deals entries y, y + lanes, ... round-robin to four accumulators."""
+    lanes = config.pool_lanes
+    sums = fragments(4 * lanes, config)
+    sums.fill(0.0)
+    for k in cutlass.range(config.window, unroll_full=config.unroll):
+        # The k-th entry is the (k // lanes)-th of lane k % lanes, so its accumulator is k // lanes % 4.
+        at = k % (4 * lanes)
+        apply(lambda s, p, v: add(s, mul(v, p)), config, (sums, at), (sums, at), (weights, k), (values, k))
+    for a in cutlass.range_constexpr(1, 4):
+        for y in cutlass.range(lanes, unroll_full=config.unroll):
+            apply(add, config, (sums, y), (sums, y), (sums, a * lanes + y))
+    halving_tree(config, sums, lanes, 1)
+    return sums
+
+
+@cute.jit
+def halving_tree(config: Constexpr, values: cute.Tensor, count: Constexpr, each: Constexpr) -> None:
+    """Add run x + count/2 of `each` column groups to run x, halve `count`, repeat; the sums end in run 0."""
+    for step in cutlass.range_constexpr(1, count.bit_length()):
+        half = (count >> step) * each
+        for x in cutlass.range(half, unroll_full=config.unroll):
+            apply(add, config, (values, x), (values, x), (values, half + x))
+
+
+@cute.jit
+def forward_row(
+    config: Constexpr, kv: cute.Tensor, score: cute.Tensor, ape: cute.Tensor, out: cute.Tensor, place: Place
+) -> None:
+    """Write one row's column group of out."""
+    weights = load_logits(config, score, ape, place)
+    values = load_values(config, kv, place)
+    softmax(config, weights)
+    pooled = pool_sum(config, weights, values)
+    rounded = fragments(1, config, storage(config))
+    apply(_same, config, (rounded, 0), (pooled, 0))
+    cute.autovec_copy(rounded[0, None], out[row_entry(place), None])
+
+
+@cute.jit
+def backward_row(
+    config: Constexpr, kv: cute.Tensor, score: cute.Tensor, ape: cute.Tensor, grad_out: cute.Tensor,
+    grad_kv: cute.Tensor, grad_score: cute.Tensor, dscore: cute.Tensor, place: Place,
+) -> None:
+    """Write one row's column group of grad_kv and grad_score, and its fp32 dscore to `dscore`, (window, vec)."""
+    weights = load_logits(config, score, ape, place)
+    values = load_values(config, kv, place)
+    go = fragments(1, config, storage(config))
+    cute.autovec_copy(grad_out[row_entry(place), None], go[0, None])
+    softmax(config, weights)
+    for k in cutlass.range(config.window, unroll_full=config.unroll):
+        apply(lambda g, v, p: mul(mul(g, v), p), config, (dscore, k), (go, 0), (values, k), (weights, k))
+    total = lane_sum(config, dscore)
+    for half in cutlass.range_constexpr(config.coff):
+        if _is_invalid(config, place, half):
+            for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+                dscore[half * config.ratio + k, None].fill(0.0)
+        else:
+            for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+                w = half * config.ratio + k
+                at = entry(config, place, half, k)
+                apply(_dscore, config, (dscore, w), (weights, w), (total, 0), (dscore, w))
+                _store_rounded(config, grad_score, at, _same, (dscore, w))
+                _store_rounded(config, grad_kv, at, _dkv, (go, 0), (weights, w))
+
+
+def _dscore(p: Lane, total: Lane, t: Lane) -> Lane:
+    return not_negative_zero(fma(-p, total, t))
+
+
+def _dkv(go: Lane, p: Lane) -> Lane:
+    return not_negative_zero(mul(go, p))
+
+
+def _store_rounded(config: Config, memory: cute.Tensor, at: Int32, operation, *operands) -> None:
+    rounded = fragments(1, config, storage(config))
+    apply(operation, config, (rounded, 0), *operands)
+    cute.autovec_copy(rounded[0, None], memory[at, None])
+
+
+def _same(a: Lane) -> Lane:
+    return a
