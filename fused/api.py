@@ -38,7 +38,7 @@ def compress_forward(
     exp = _exp(exp, kv)
     if shape.total_comp:
         tensors = [kv, score, ape, cu_seqlens, cu_seqlens_comp, out]
-        config = compiled.configure(ratio, coff, shape, exp, kv.device, [kv, score, ape, out])
+        config = compiled.configure("forward", ratio, coff, shape, exp, kv.device, [kv, score, ape, out])
         compiled.forward(config, shape, tensors)
     return out
 
@@ -75,7 +75,7 @@ def compress_backward(
             gradient.zero_()
         return gradients
     tensors = [kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, *gradients]
-    config = compiled.configure(ratio, coff, shape, exp, kv.device, [kv, score, ape, grad_out, *gradients])
+    config = compiled.configure("backward", ratio, coff, shape, exp, kv.device, [kv, score, ape, grad_out, *gradients])
     compiled.backward(config, shape, tensors)
     return gradients
 

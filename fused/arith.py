@@ -65,17 +65,27 @@ def div(a: Lane, b: Lane) -> Lane:
     return a / b if on_host(a) else cute.math.div(a, b, rounding=NEAREST)
 
 
+def reciprocal(a: Float32) -> Float32:
+    return cute.math.rcp(a, rounding=NEAREST)
+
+
+def div_by(a: Float32, b: Float32, r: Float32) -> Float32:
+    """a / b rounded to nearest, given r = 1 / b rounded to nearest, if no intermediate leaves the normal range.
+
+    Markstein's correction of a * r by its exact remainder. `benchmarks/division_exhaustive.py` finds it equal to the
+    division for every pair of significands.
+    """
+    q = mul(a, r)
+    return fma(fma(-q, b, a), r, q)
+
+
+# NaN may be dropped by both: a NaN logit makes its own exp NaN, hence the sum, hence every weight.
 def maximum(a: Lane, b: Lane) -> Lane:
-    # NaN may be dropped here: a NaN logit makes its own exp NaN, hence the sum, hence every weight.
-    return cute.where(b > a, b, a) if on_host(a) else cute.math.max(a, b)
+    return cute.where(b > a, b, a) if on_host(a) else cute.arch.fmax(a, b)
 
 
-def select(condition: cute.Boolean, a: Lane, b: Lane) -> Lane:
-    """`a` where the scalar `condition` holds, else `b`."""
-    if not on_host(a):
-        return Float32(select_(condition, a, b))
-    mask = cute.full(a.shape, condition.to(Int32), Int32)
-    return cute.where(mask != 0, a, b)
+def minimum(a: Lane, b: Lane) -> Lane:
+    return cute.where(b < a, b, a) if on_host(a) else cute.arch.fmin(a, b)
 
 
 def unless_nan(a: Lane, b: Lane) -> Lane:
@@ -133,11 +143,22 @@ def storage(config: Config) -> type[BFloat16] | type[Uint16]:
 def lanes_of(fragment: cute.Tensor, k: int | Int32, config: Config) -> Lanes:
     """The fp32 lanes of column group `k` of a (count, vec) tensor of fp32, or of bf16 in `storage`."""
     if config.target == "gpu":
+        if fragment.element_type is BFloat16 and config.vec % 2 == 0:
+            return _halves(cute.recast_tensor(fragment, Uint32), k, config)
         return [fragment[k, c].to(Float32) for c in range(config.vec)]
     vector = fragment[k, None].load()
     if fragment.element_type is Float32:
         return [vector]
     return [_shift(vector.to(Uint32), 16).bitcast(Float32)]
+
+
+def _halves(words: cute.Tensor, k: int | Int32, config: Config) -> Lanes:
+    """bf16 pairs as fp32, one instruction a lane; the conversion that the compiler makes of `to` takes two."""
+    lanes: Lanes = []
+    for c in range(config.vec // 2):
+        word = words[k, c]
+        lanes += [(word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)]
+    return lanes
 
 
 def put_lanes(fragment: cute.Tensor, k: int | Int32, lanes: Lanes, config: Config) -> None:

@@ -14,15 +14,16 @@ from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fak
 from torch import Tensor
 
 from . import cpu, gpu
-from .config import LEAF_ROWS, Config, Exp, orders
 from .checks import Shape
+from .config import LEAF_ROWS, SCALAR_WINDOW, Config, Direction, Exp, orders, schedule_of
 
 _LOCK = threading.Lock()  # the DSL compiles one function at a time
 CPU_VEC = 8
-SCALAR_WINDOW = 16  # longer windows take one column a thread on the GPU, for their registers
 
 
-def configure(ratio: int, coff: int, shape: Shape, exp: Exp, device: torch.device, tensors: list[Tensor]) -> Config:
+def configure(
+    direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp, device: torch.device, tensors: list[Tensor]
+) -> Config:
     """The configuration of one call: the widest accesses that head_dim and the tensors' addresses allow."""
     window = coff * ratio
     widest = CPU_VEC if device.type == "cpu" else 1 if window > SCALAR_WINDOW else 2
@@ -32,8 +33,10 @@ def configure(ratio: int, coff: int, shape: Shape, exp: Exp, device: torch.devic
     )
     rows = None if exp == "portable" else shape.total_comp
     softmax_lanes, pool_lanes = orders(window, shape.head_dim, rows)
-    target = "cpu" if device.type == "cpu" else "gpu"
-    return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, target)
+    if device.type == "cpu":
+        return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, "cpu", None)
+    schedule = schedule_of(direction, window, shape.head_dim // vec, shape.total_comp)
+    return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, "gpu", schedule)
 
 
 def forward(config: Config, shape: Shape, tensors: list[Tensor]) -> None:
@@ -51,7 +54,7 @@ def backward(config: Config, shape: Shape, tensors: list[Tensor]) -> None:
     _run("backward", config, shape, tensors + workspace)
 
 
-def _run(direction: str, config: Config, shape: Shape, tensors: list[Tensor]) -> None:
+def _run(direction: Direction, config: Config, shape: Shape, tensors: list[Tensor]) -> None:
     device = tensors[0].device
     sizes = (shape.segments, shape.total_tokens, shape.total_comp, shape.head_dim)
     if config.target == "cpu":
@@ -62,13 +65,13 @@ def _run(direction: str, config: Config, shape: Shape, tensors: list[Tensor]) ->
         _compiled(direction, config, device.index)(*tensors, *sizes)
 
 
-def _compiled(direction: str, config: Config, device: int | None) -> Callable[..., None]:
+def _compiled(direction: Direction, config: Config, device: int | None) -> Callable[..., None]:
     with _LOCK:
         return _compile(direction, config, device)
 
 
 @cache
-def _compile(direction: str, config: Config, device: int | None) -> Callable[..., None]:
+def _compile(direction: Direction, config: Config, device: int | None) -> Callable[..., None]:
     """The function of one configuration; one for each device, whose context holds the code."""
     dtypes = [BFloat16, BFloat16, Float32, Int32, Int32, BFloat16]
     if direction == "backward":

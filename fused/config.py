@@ -5,12 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Direction = Literal["forward", "backward"]
 Exp = Literal["native", "portable"]
 Target = Literal["cpu", "gpu"]
 
 LEAF_ROWS = 32  # consecutive rows that one leaf of the dape tree sums
 LEAF_LANES = 32  # running sums that the leaves are dealt to
 MAX_RATIO = 32  # of the register family: a window lives in registers
+SCALAR_WINDOW = 16  # longer windows take one column a thread on the GPU, for their registers
+MANY_THREADS = 1 << 18  # rows times column groups that fill a large device with four rows a thread, or with two
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a GPU block is cut: `threads_x` column groups by `threads_y` rows, `rows_each` rows a thread. No bit changes.
+
+    min_blocks: blocks that a multiprocessor should hold at a time, which caps the registers.
+    """
+
+    threads_x: int
+    threads_y: int
+    rows_each: int
+    min_blocks: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of one block."""
+        return self.threads_y * self.rows_each
 
 
 @dataclass(frozen=True)
@@ -22,6 +43,7 @@ class Config:
     softmax_lanes, pool_lanes: the summation orders (see `orders`).
     exp: `native` (CUDA's expf) or `portable` (the same bits on every machine).
     target: `cpu` computes on vectors of `vec` columns, `gpu` on scalars with pinned rounding.
+    schedule: how the GPU's blocks are cut, None for the CPU.
     """
 
     ratio: int
@@ -31,6 +53,7 @@ class Config:
     pool_lanes: int
     exp: Exp
     target: Target
+    schedule: Schedule | None  # of the GPU
 
     @property
     def window(self) -> int:
@@ -41,6 +64,20 @@ class Config:
     def unroll(self) -> bool:
         """Whether loops over a window are unrolled, which keeps it in registers on the GPU."""
         return self.target == "gpu"
+
+
+def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Schedule:
+    """The GPU schedule of a call of `rows` rows of `groups` column groups.
+
+    A backward block is one leaf of the dape tree, so that its row lanes times the rows of a thread, one or two, are
+    `LEAF_ROWS`.
+    """
+    if window > SCALAR_WINDOW:
+        return Schedule(32, 4, 1, 1) if direction == "forward" else Schedule(8, 32, 1, 1)
+    many = rows * groups >= MANY_THREADS
+    if direction == "forward":
+        return Schedule(32, 4, 4, 6) if many and window <= 8 else Schedule(32, 8, 1, 1)
+    return Schedule(16, 16, 2, 2)
 
 
 def orders(window: int, head_dim: int, rows: int | None) -> tuple[int, int]:

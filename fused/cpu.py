@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Int32
+from cutlass import Constexpr, Int32
 
 from .ape import accumulate, sum_leaves, total_of
 from .arith import apply, storage
 from .config import LEAF_LANES, LEAF_ROWS, Config
 from .gaps import zero_after_last, zero_rowless
-from .window import Place, ape_entry, backward_row, columns, find_segment, forward_row, fragments, halving_tree
+from .window import (
+    ape_entry,
+    backward_row,
+    columns,
+    forward_row,
+    fragments,
+    halving_tree,
+    load_bias,
+    locate,
+    place_of,
+)
 
 
 @cute.jit
@@ -24,17 +34,11 @@ def forward(
     kv_view, score_view = columns(kv, size, config, kind), columns(score, size, config, kind)
     ape_view = columns(ape, config.window * groups, config)
     out_view = columns(out, total_comp * groups, config, kind)
-    rows = cu_seqlens_comp[segments]
     for row in cutlass.range(total_comp):
-        token = Int32(0)
-        first = Boolean(True)
-        if row < rows:
-            segment = find_segment(cu_seqlens_comp, segments, row)
-            block = row - cu_seqlens_comp[segment]
-            token = cu_seqlens[segment] + block * config.ratio
-            first = block == 0
+        code, _ = locate(config, cu_seqlens, cu_seqlens_comp, segments, row)
         for group in cutlass.range(groups):
-            forward_row(config, kv_view, score_view, ape_view, out_view, Place(row, token, first, group, groups))
+            bias = load_bias(config, ape_view, group, groups)
+            forward_row(config, kv_view, score_view, bias, out_view, place_of(row, code, group, groups))
 
 
 @cute.jit
@@ -53,33 +57,30 @@ def backward(
     grad_out_view = columns(grad_out, total_comp * groups, config, kind)
     ape_size = config.window * groups
     ape_view, grad_ape_view = columns(ape, ape_size, config), columns(grad_ape, ape_size, config)
-    rows = cu_seqlens_comp[segments]
+    rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
     count = (rows + LEAF_ROWS - 1) // LEAF_ROWS
     leaves_view = columns(leaves, count * ape_size, config)
     positions = columns(scratch, Int32(LEAF_ROWS * config.window), config)
     for leaf in cutlass.range(count):
         for group in cutlass.range(groups):
+            bias = load_bias(config, ape_view, group, groups)
             for position in cutlass.range(LEAF_ROWS):
                 row = leaf * LEAF_ROWS + position
                 dscore = _of_position(config, positions, position)
                 if row < rows:
-                    segment = find_segment(cu_seqlens_comp, segments, row)
-                    block = row - cu_seqlens_comp[segment]
-                    token = cu_seqlens[segment] + block * config.ratio
-                    place = Place(row, token, block == 0, group, groups)
+                    code, end = locate(config, cu_seqlens, cu_seqlens_comp, segments, row)
+                    place = place_of(row, code, group, groups)
                     backward_row(
-                        config, kv_view, score_view, ape_view, grad_out_view, grad_kv_view, grad_score_view, dscore, place
+                        config, kv_view, score_view, bias, grad_out_view, grad_kv_view, grad_score_view, dscore, place
                     )
-                    if row + 1 == cu_seqlens_comp[segment + 1]:
-                        zero_after_last(config, grad_kv_view, grad_score_view, place, cu_seqlens[segment + 1])
+                    zero_after_last(config, grad_kv_view, grad_score_view, place, end)
                 else:
                     for k in cutlass.range(config.window):
                         dscore[k, None].fill(0.0)
             halving_tree(config, positions, LEAF_ROWS, config.window)
-            place = Place(Int32(0), Int32(0), Boolean(True), group, groups)
             for half in cutlass.range_constexpr(config.coff):
                 for k in cutlass.range(config.ratio):
-                    at = leaf * ape_size + ape_entry(config, place, half, k)
+                    at = leaf * ape_size + ape_entry(config, group, groups, half, k)
                     cute.autovec_copy(positions[half * config.ratio + k, None], leaves_view[at, None])
     high, low = fragments(LEAF_LANES, config), fragments(LEAF_LANES, config)
     for at in cutlass.range(ape_size):

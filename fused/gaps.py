@@ -28,13 +28,14 @@ def zero_group(config: Constexpr, grad_kv: cute.Tensor, grad_score: cute.Tensor,
 def zero_after_last(
     config: Constexpr, grad_kv: cute.Tensor, grad_score: cute.Tensor, place: Place, segment_end: Int32
 ) -> None:
-    """What a segment's last row leaves over in its column group."""
-    if cutlass.const_expr(config.coff == 2):
-        for k in cutlass.range(config.ratio):
-            zero_group(config, grad_kv, grad_score, (place.token + k) * 2 * place.groups + place.group)
-    for tail in cutlass.range(place.token + config.ratio, segment_end):
-        for half in cutlass.range_constexpr(config.coff):
-            zero_group(config, grad_kv, grad_score, (tail * config.coff + half) * place.groups + place.group)
+    """What a segment's last row leaves over in its column group; nothing where `segment_end` is −1: not the last."""
+    if segment_end >= 0:
+        if cutlass.const_expr(config.coff == 2):
+            for k in cutlass.range(config.ratio):
+                zero_group(config, grad_kv, grad_score, (place.token + k) * 2 * place.groups + place.group)
+        for tail in cutlass.range(place.token + config.ratio, segment_end):
+            for half in cutlass.range_constexpr(config.coff):
+                zero_group(config, grad_kv, grad_score, (tail * config.coff + half) * place.groups + place.group)
 
 
 @cute.jit

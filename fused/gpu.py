@@ -2,57 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32
+from cutlass import Constexpr, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from .ape import accumulate, sum_leaves, total_of
 from .arith import add, apply, storage
-from .config import LEAF_LANES, LEAF_ROWS, Config
+from .config import LEAF_LANES, LEAF_ROWS
 from .gaps import zero_after_last, zero_rowless
-from .window import Place, ape_entry, backward_row, columns, find_segment, forward_row, fragments, halving_tree
+from .window import (
+    ape_entry,
+    backward_row,
+    columns,
+    forward_row,
+    fragments,
+    halving_tree,
+    load_bias,
+    locate,
+    place_of,
+)
 
 ROWLESS_BLOCKS = 512  # at most: four a multiprocessor on the largest devices
-ROWLESS_SEGMENTS = 64  # segments, or padding tokens, that one of these blocks is worth starting for
+ROWLESS_SEGMENTS = 64  # segments, or rows' worth of tokens, that one of these blocks is worth starting for
 LEAF_COLUMNS = 32  # columns of grad_ape that one block sums over the leaves
+SHARED_PERCENT = 30  # of a multiprocessor's memory that its blocks' shared memory may take, the rest caches
 STAGED_ENTRIES = 8  # window entries of a leaf that pass through shared memory at a time
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """How a block is cut: `threads_x` column groups by `threads_y` rows. It changes no bit."""
-
-    threads_x: int
-    threads_y: int
-
-
-def schedule(config: Config) -> Schedule:
-    """Short windows take four rows of a leaf a thread; long ones one, for their registers."""
-    return Schedule(32, 8) if config.window <= 8 else Schedule(8, 32)
+@cute.jit
+def _locate_rows(
+    config: Constexpr, cu_seqlens: cute.Tensor, cu_seqlens_comp: cute.Tensor, segments: Int32, start: Int32
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """`locate` for all rows of the block, one thread a row, in shared memory; the block must synchronise."""
+    tx, ty, _ = cute.arch.thread_idx()
+    thread = ty * config.schedule.threads_x + tx
+    smem = SmemAllocator()
+    layout = cute.make_layout(config.schedule.rows)
+    codes, ends = smem.allocate_tensor(Int32, layout, 16), smem.allocate_tensor(Int32, layout, 16)
+    if thread < config.schedule.rows:
+        code, end = locate(config, cu_seqlens, cu_seqlens_comp, segments, start + thread)
+        codes[thread] = code
+        ends[thread] = end
+    return codes, ends
 
 
 @cute.kernel
 def _forward_kernel(
     kv: cute.Tensor, score: cute.Tensor, ape: cute.Tensor, cu_seqlens: cute.Tensor, cu_seqlens_comp: cute.Tensor,
-    out: cute.Tensor, segments: Int32, total_comp: Int32, groups: Int32, column_blocks: Int32,
-    config: Constexpr, shape: Constexpr,
+    out: cute.Tensor, segments: Int32, total_comp: Int32, groups: Int32, column_blocks: Int32, config: Constexpr,
 ) -> None:
+    shape = config.schedule
     tx, ty, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    row = block // column_blocks * shape.threads_y + ty
+    start = block // column_blocks * shape.rows
     group = block % column_blocks * shape.threads_x + tx
-    if row < total_comp and group < groups:
-        token = Int32(0)
-        first = Boolean(True)
-        if row < cu_seqlens_comp[segments]:
-            segment = find_segment(cu_seqlens_comp, segments, row)
-            number = row - cu_seqlens_comp[segment]
-            token = cu_seqlens[segment] + number * config.ratio
-            first = number == 0
-        forward_row(config, kv, score, ape, out, Place(row, token, first, group, groups))
+    codes, _ = _locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, start)
+    # A thread past the last column computes the last one's bias, which it does not use.
+    bias = load_bias(config, ape, cutlass.min(group, groups - 1), groups)
+    cute.arch.sync_threads()
+    for i in cutlass.range(shape.rows_each):
+        local = i * shape.threads_y + ty
+        row = start + local
+        if row < total_comp and group < groups:
+            forward_row(config, kv, score, bias, out, place_of(row, codes[local], group, groups))
 
 
 @cute.jit
@@ -60,54 +75,28 @@ def forward(
     kv: cute.Tensor, score: cute.Tensor, ape: cute.Tensor, cu_seqlens: cute.Tensor, cu_seqlens_comp: cute.Tensor,
     out: cute.Tensor, segments: Int32, total_tokens: Int32, total_comp: Int32, head_dim: Int32, stream, config: Constexpr,
 ) -> None:
-    shape = schedule(config)
+    shape = config.schedule
     kind = storage(config)
     groups = head_dim // config.vec
     size = total_tokens * config.coff * groups
     column_blocks = (groups + shape.threads_x - 1) // shape.threads_x
-    row_blocks = (total_comp + shape.threads_y - 1) // shape.threads_y
+    row_blocks = (total_comp + shape.rows - 1) // shape.rows
     _forward_kernel(
         columns(kv, size, config, kind), columns(score, size, config, kind), columns(ape, config.window * groups, config),
         cu_seqlens, cu_seqlens_comp, columns(out, total_comp * groups, config, kind),
-        segments, total_comp, groups, column_blocks, config, shape,
-    ).launch(grid=(row_blocks * column_blocks, 1, 1), block=(shape.threads_x, shape.threads_y, 1), stream=stream)
-
-
-@cute.jit
-def _leaf_row(
-    kv: cute.Tensor, score: cute.Tensor, ape: cute.Tensor, cu_seqlens: cute.Tensor, cu_seqlens_comp: cute.Tensor,
-    grad_out: cute.Tensor, grad_kv: cute.Tensor, grad_score: cute.Tensor,
-    segments: Int32, row: Int32, group: Int32, groups: Int32, config: Constexpr,
-) -> cute.Tensor:
-    """One row's gradients; its fp32 dscore comes back in registers, zeros where there is no such row."""
-    dscore = fragments(config.window, config)
-    dscore.fill(0.0)
-    if row < cu_seqlens_comp[segments] and group < groups:
-        segment = find_segment(cu_seqlens_comp, segments, row)
-        number = row - cu_seqlens_comp[segment]
-        place = Place(row, cu_seqlens[segment] + number * config.ratio, number == 0, group, groups)
-        backward_row(config, kv, score, ape, grad_out, grad_kv, grad_score, dscore, place)
-        if row + 1 == cu_seqlens_comp[segment + 1]:
-            zero_after_last(config, grad_kv, grad_score, place, cu_seqlens[segment + 1])
-    return dscore
-
-
-def _thread_sum(config: Config, row_of, positions: list[int]) -> cute.Tensor:
-    """Halving tree over the rows that one thread takes of a leaf."""
-    if len(positions) == 1:
-        return row_of(positions[0])
-    total = _thread_sum(config, row_of, positions[0::2])
-    other = _thread_sum(config, row_of, positions[1::2])
-    for k in range(config.window):
-        apply(add, config, (total, k), (total, k), (other, k))
-    return total
+        segments, total_comp, groups, column_blocks, config,
+    ).launch(
+        grid=(row_blocks * column_blocks, 1, 1), block=(shape.threads_x, shape.threads_y, 1), stream=stream,
+        min_blocks_per_mp=shape.min_blocks, preferred_smem_carveout=SHARED_PERCENT,
+    )
 
 
 @cute.jit
 def _block_sum(
-    config: Constexpr, shape: Constexpr, total: cute.Tensor, leaves: cute.Tensor, leaf: Int32, group: Int32, groups: Int32
+    config: Constexpr, total: cute.Tensor, leaves: cute.Tensor, leaf: Int32, group: Int32, groups: Int32
 ) -> None:
     """Halving tree over the block's row lanes, a few window entries at a time; writes the leaf's sums."""
+    shape = config.schedule
     tx, ty, _ = cute.arch.thread_idx()
     staged = cutlass.const_expr(min(config.window, STAGED_ENTRIES))
     slots = staged * shape.threads_x
@@ -125,8 +114,9 @@ def _block_sum(
                 for y in cutlass.range(shape.threads_y, unroll_full=True):
                     cute.autovec_copy(shared[y * slots + e * shape.threads_x + tx, None], sums[y, None])
                 halving_tree(config, sums, shape.threads_y, 1)
-                place = Place(Int32(0), Int32(0), Boolean(True), group, groups)
-                at = leaf * config.window * groups + ape_entry(config, place, w // config.ratio, w % config.ratio)
+                at = leaf * config.window * groups + ape_entry(
+                    config, group, groups, w // config.ratio, w % config.ratio
+                )
                 cute.autovec_copy(sums[0, None], leaves[at, None])
         cute.arch.sync_threads()
 
@@ -135,23 +125,32 @@ def _block_sum(
 def _backward_kernel(
     kv: cute.Tensor, score: cute.Tensor, ape: cute.Tensor, cu_seqlens: cute.Tensor, cu_seqlens_comp: cute.Tensor,
     grad_out: cute.Tensor, grad_kv: cute.Tensor, grad_score: cute.Tensor, leaves: cute.Tensor,
-    segments: Int32, total_tokens: Int32, leaf_blocks: Int32, rowless_blocks: Int32, groups: Int32, column_blocks: Int32,
-    config: Constexpr, shape: Constexpr,
+    segments: Int32, total_tokens: Int32, total_comp: Int32, leaf_blocks: Int32, rowless_blocks: Int32,
+    groups: Int32, column_blocks: Int32, config: Constexpr,
 ) -> None:
+    shape = config.schedule
     tx, ty, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     if block < leaf_blocks:
         leaf = block // column_blocks
         group = block % column_blocks * shape.threads_x + tx
-        total = _thread_sum(
-            config,
-            lambda position: _leaf_row(
-                kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, grad_kv, grad_score,
-                segments, leaf * LEAF_ROWS + position + ty, group, groups, config,
-            ),
-            list(range(0, LEAF_ROWS, shape.threads_y)),
-        )
-        _block_sum(config, shape, total, leaves, leaf, group, groups)
+        codes, ends = _locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, leaf * LEAF_ROWS)
+        bias = load_bias(config, ape, cutlass.min(group, groups - 1), groups)
+        rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
+        cute.arch.sync_threads()
+        total, dscore = fragments(config.window, config), fragments(config.window, config)
+        total.fill(0.0)
+        # A thread's rows are half a leaf apart: the first step of the halving tree.
+        for i in cutlass.range(shape.rows_each):
+            local = i * shape.threads_y + ty
+            row = leaf * LEAF_ROWS + local
+            if row < rows and group < groups:
+                place = place_of(row, codes[local], group, groups)
+                backward_row(config, kv, score, bias, grad_out, grad_kv, grad_score, dscore, place)
+                zero_after_last(config, grad_kv, grad_score, place, ends[local])
+                for k in cutlass.range(config.window, unroll_full=True):
+                    apply(add, config, (total, k), (total, k), (dscore, k))
+        _block_sum(config, total, leaves, leaf, group, groups)
     else:
         zero_rowless(
             config, cu_seqlens, grad_kv, grad_score, segments, total_tokens, groups,
@@ -195,7 +194,7 @@ def backward(
     segments: Int32, total_tokens: Int32, total_comp: Int32, head_dim: Int32, stream, config: Constexpr,
 ) -> None:
     """`leaves` holds ceil(total_comp / LEAF_ROWS) * ratio * width fp32."""
-    shape = schedule(config)
+    shape = config.schedule
     kind = storage(config)
     groups = head_dim // config.vec
     size = total_tokens * config.coff * groups
@@ -208,10 +207,11 @@ def backward(
         columns(kv, size, config, kind), columns(score, size, config, kind), columns(ape, ape_size, config),
         cu_seqlens, cu_seqlens_comp, columns(grad_out, total_comp * groups, config, kind),
         columns(grad_kv, size, config, kind), columns(grad_score, size, config, kind),
-        columns(leaves, count * ape_size, config), segments, total_tokens, count * column_blocks, rowless_blocks,
-        groups, column_blocks, config, shape,
+        columns(leaves, count * ape_size, config), segments, total_tokens, total_comp, count * column_blocks,
+        rowless_blocks, groups, column_blocks, config,
     ).launch(
-        grid=(count * column_blocks + rowless_blocks, 1, 1), block=(shape.threads_x, shape.threads_y, 1), stream=stream
+        grid=(count * column_blocks + rowless_blocks, 1, 1), block=(shape.threads_x, shape.threads_y, 1), stream=stream,
+        min_blocks_per_mp=shape.min_blocks, preferred_smem_carveout=SHARED_PERCENT,
     )
     single = cutlass.const_expr(replace(config, vec=1))
     ape_columns = config.window * head_dim

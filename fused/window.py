@@ -18,18 +18,23 @@ from .arith import (
     Lane,
     add,
     apply,
-    constant,
     div,
+    div_by,
     exp,
     fma,
     maximum,
+    minimum,
     mul,
     not_negative_zero,
-    select,
+    reciprocal,
     storage,
     sub,
 )
 from .config import Config
+
+# Logits further below the top than this take the slow division: their powers, from 2^-96 down, or the remainders of
+# their quotients, could leave the normal range.
+FAST_DIVISION = -66.0
 
 
 class Place(NamedTuple):
@@ -59,9 +64,9 @@ def entry(config: Config, place: Place, half: int, k: Int32) -> Int32:
     return ((place.token - back + k) * config.coff + half) * place.groups + place.group
 
 
-def ape_entry(config: Config, place: Place, half: int, k: Int32) -> Int32:
+def ape_entry(config: Config, group: Int32, groups: Int32, half: int, k: Int32) -> Int32:
     """Index in ape of the position bias of the same entry."""
-    return (k * config.coff + half) * place.groups + place.group
+    return (k * config.coff + half) * groups + group
 
 
 def row_entry(place: Place) -> Int32:
@@ -83,49 +88,104 @@ def find_segment(cu_seqlens_comp: cute.Tensor, segments: Int32, row: Int32) -> I
     return low
 
 
+@cute.jit
+def locate(
+    config: Constexpr, cu_seqlens: cute.Tensor, cu_seqlens_comp: cute.Tensor, segments: Int32, row: Int32
+) -> tuple[Int32, Int32]:
+    """Where a row lies, as two numbers.
+
+    The first is its first own token, or −1 − token if the row is its segment's first block, which padding rows are
+    too: −1. The second is the end of the segment if the row is its last one, else −1.
+    """
+    code = Int32(-1)
+    end = Int32(-1)
+    if row < cu_seqlens_comp[segments]:
+        segment = find_segment(cu_seqlens_comp, segments, row)
+        block = row - cu_seqlens_comp[segment]
+        code = cu_seqlens[segment] + block * config.ratio
+        if block == 0:
+            code = -1 - code
+        if row + 1 == cu_seqlens_comp[segment + 1]:
+            end = cu_seqlens[segment + 1]
+    return code, end
+
+
+def place_of(row: Int32, code: Int32, group: Int32, groups: Int32) -> Place:
+    """One column group of the row that `locate` gave `code` for."""
+    return Place(row, code ^ (code >> 31), code < 0, group, groups)
+
+
 def _is_invalid(config: Config, place: Place, half: int) -> Boolean:
     return place.first & (half < config.coff - 1)
 
 
 @cute.jit
-def load_logits(config: Constexpr, score: cute.Tensor, ape: cute.Tensor, place: Place) -> cute.Tensor:
-    """score + ape of a row's window, (window, vec) fp32; −inf where it is invalid, whatever score and ape hold there."""
-    logits, bias = fragments(config.window, config), fragments(1, config)
-    logits.fill(NEG_INF)
-    raw = fragments(1, config, storage(config))
+def load_bias(config: Constexpr, ape: cute.Tensor, group: Int32, groups: Int32) -> cute.Tensor:
+    """ape for every entry of a window, (window, vec) fp32: the same in every row."""
+    bias = fragments(config.window, config)
     for half in cutlass.range_constexpr(config.coff):
-        if not _is_invalid(config, place, half):
-            for k in cutlass.range(config.ratio, unroll_full=config.unroll):
-                cute.autovec_copy(score[entry(config, place, half, k), None], raw[0, None])
-                cute.autovec_copy(ape[ape_entry(config, place, half, k), None], bias[0, None])
-                apply(add, config, (logits, half * config.ratio + k), (raw, 0), (bias, 0))
-    return logits
+        for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+            at = ape_entry(config, group, groups, half, k)
+            cute.autovec_copy(ape[at, None], bias[half * config.ratio + k, None])
+    return bias
 
 
 @cute.jit
-def load_values(config: Constexpr, kv: cute.Tensor, place: Place) -> cute.Tensor:
-    """kv of a row's window, (window, vec) in `storage`; 0 where it is invalid."""
-    values = fragments(config.window, config, storage(config))
-    values.fill(0)
+def load_window(config: Constexpr, memory: cute.Tensor, place: Place) -> cute.Tensor:
+    """A row's window of kv or score, (window, vec) in `storage`; 0 where it is invalid."""
+    window = fragments(config.window, config, storage(config))
     for half in cutlass.range_constexpr(config.coff):
-        if not _is_invalid(config, place, half):
+        if _is_invalid(config, place, half):
             for k in cutlass.range(config.ratio, unroll_full=config.unroll):
-                cute.autovec_copy(kv[entry(config, place, half, k), None], values[half * config.ratio + k, None])
-    return values
+                window[half * config.ratio + k, None].fill(0)
+        else:
+            for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+                cute.autovec_copy(memory[entry(config, place, half, k), None], window[half * config.ratio + k, None])
+    return window
 
 
 @cute.jit
-def softmax(config: Constexpr, x: cute.Tensor) -> None:
-    """Turn logits into weights in place, (window, vec) fp32, summing in softmax order."""
-    top = fragments(1, config)
+def softmax(config: Constexpr, scores: cute.Tensor, bias: cute.Tensor, place: Place) -> cute.Tensor:
+    """Weights of a row's window, (window, vec) fp32, summed in softmax order; the logit of an invalid entry is −inf."""
+    x = fragments(config.window, config)
+    low, top = fragments(1, config), fragments(1, config)
+    for k in cutlass.range(config.window, unroll_full=config.unroll):
+        apply(add, config, (x, k), (scores, k), (bias, k))
+    # Before −inf comes in: a weight of 0 is no hindrance to the fast division.
+    cute.autovec_copy(x[0, None], low[0, None])
+    for k in cutlass.range(1, config.window, unroll_full=config.unroll):
+        apply(minimum, config, (low, 0), (low, 0), (x, k))
+    for half in cutlass.range_constexpr(config.coff):
+        if _is_invalid(config, place, half):
+            for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+                x[half * config.ratio + k, None].fill(NEG_INF)
     cute.autovec_copy(x[0, None], top[0, None])
     for k in cutlass.range(1, config.window, unroll_full=config.unroll):
         apply(maximum, config, (top, 0), (top, 0), (x, k))
     for k in cutlass.range(config.window, unroll_full=config.unroll):
         apply(lambda a, b: exp(sub(a, b), config), config, (x, k), (x, k), (top, 0))
-    total = lane_sum(config, x)
-    for k in cutlass.range(config.window, unroll_full=config.unroll):
-        apply(div, config, (x, k), (x, k), (total, 0))
+    normalise(config, x, lane_sum(config, x), low, top)
+    return x
+
+
+@cute.jit
+def normalise(config: Constexpr, x: cute.Tensor, total: cute.Tensor, low: cute.Tensor, top: cute.Tensor) -> None:
+    """x /= total by IEEE division; on the GPU by three instructions an entry where no power is tiny."""
+    if cutlass.const_expr(config.target == "gpu"):
+        fast = Boolean(True)
+        for c in cutlass.range_constexpr(config.vec):
+            fast = fast & (low[0, c] - top[0, c] > FAST_DIVISION)
+        if fast:
+            r = fragments(1, config)
+            apply(reciprocal, config, (r, 0), (total, 0))
+            for k in cutlass.range(config.window, unroll_full=True):
+                apply(div_by, config, (x, k), (x, k), (total, 0), (r, 0))
+        else:
+            for k in cutlass.range(config.window, unroll_full=True):
+                apply(div, config, (x, k), (x, k), (total, 0))
+    else:
+        for k in cutlass.range(config.window):
+            apply(div, config, (x, k), (x, k), (total, 0))
 
 
 @cute.jit
@@ -167,13 +227,11 @@ def halving_tree(config: Constexpr, values: cute.Tensor, count: Constexpr, each:
 
 @cute.jit
 def forward_row(
-    config: Constexpr, kv: cute.Tensor, score: cute.Tensor, ape: cute.Tensor, out: cute.Tensor, place: Place
+    config: Constexpr, kv: cute.Tensor, score: cute.Tensor, bias: cute.Tensor, out: cute.Tensor, place: Place
 ) -> None:
-    """Write one row's column group of out."""
-    weights = load_logits(config, score, ape, place)
-    values = load_values(config, kv, place)
-    softmax(config, weights)
-    pooled = pool_sum(config, weights, values)
+    """Write one row's column group of out; `bias` as `load_bias` gives it."""
+    scores, values = load_window(config, score, place), load_window(config, kv, place)
+    pooled = pool_sum(config, softmax(config, scores, bias, place), values)
     rounded = fragments(1, config, storage(config))
     apply(_same, config, (rounded, 0), (pooled, 0))
     cute.autovec_copy(rounded[0, None], out[row_entry(place), None])
@@ -181,15 +239,14 @@ def forward_row(
 
 @cute.jit
 def backward_row(
-    config: Constexpr, kv: cute.Tensor, score: cute.Tensor, ape: cute.Tensor, grad_out: cute.Tensor,
+    config: Constexpr, kv: cute.Tensor, score: cute.Tensor, bias: cute.Tensor, grad_out: cute.Tensor,
     grad_kv: cute.Tensor, grad_score: cute.Tensor, dscore: cute.Tensor, place: Place,
 ) -> None:
     """Write one row's column group of grad_kv and grad_score, and its fp32 dscore to `dscore`, (window, vec)."""
-    weights = load_logits(config, score, ape, place)
-    values = load_values(config, kv, place)
+    scores, values = load_window(config, score, place), load_window(config, kv, place)
     go = fragments(1, config, storage(config))
     cute.autovec_copy(grad_out[row_entry(place), None], go[0, None])
-    softmax(config, weights)
+    weights = softmax(config, scores, bias, place)
     for k in cutlass.range(config.window, unroll_full=config.unroll):
         apply(lambda g, v, p: mul(mul(g, v), p), config, (dscore, k), (go, 0), (values, k), (weights, k))
     total = lane_sum(config, dscore)

@@ -1,0 +1,337 @@
+"""The judge: holds the results of a kernel to the clauses that its contract claims.
+
+Each element of a result belongs to one structural clause, so that a failure names the right one: gradients of
+unconsumed slots to `zero_slots`, rows past the real ones to `row_padding`, all else to the clauses of bits, bounds
+and classes. References are computed only when a clause needs them, and only a failure costs more than a few
+vectorised passes.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .bits import bit_pattern, classes, differs, same_bits
+from .contract import CLAUSES, Contract
+from .diagnose import Difference, diagnose
+from .inputs import Inputs, Result
+from .problem import Slot
+from .references import reference
+from .verdict import Verdict
+
+_GRADIENTS = ("grad_kv", "grad_score")
+_OUTPUTS = ("out", *_GRADIENTS, "grad_ape")
+_COMPARED = {"deterministic": ("out", *_GRADIENTS), "dape_deterministic": ("grad_ape",)}
+_CHANCE = 3.0  # standard errors: one case in 700 for a kernel exactly as accurate as eager
+_SAMPLE = 32  # elements of grad_ape below which a standard error says little
+_AGAINST = {
+    "eager": "against the eager reference",
+    "native": "against the reference with the device's own exp",
+    "portable": "against the portable reference",
+    "fp64": "against fp64 and its bound",
+}
+
+
+def judge(
+    contract: Contract,
+    inputs: Inputs,
+    result: Result,
+    *,
+    kernel: str = "",
+    clauses: Collection[str] | None = None,
+    reproduce: str | None = None,
+) -> Verdict:
+    """Judge one result under the clauses of `SINGLE_RESULT` that `contract` claims.
+
+    Args:
+        result: of `inputs`, on their device, bf16 and for grad_ape fp32.
+        kernel: how the kernel is named on the command line, for the message.
+        clauses: look at these only, as far as they are claimed; None for all.
+        reproduce: the command that reproduces a failure; None for `check_command`.
+
+    Returns:
+        The verdict; its `checked` leaves out clauses that found nothing to look at, such as `row_padding` in a
+        problem without padding rows.
+
+    Raises:
+        ValueError: a tensor of the result has the wrong shape, dtype or device; a name in `clauses` is not in
+            `SINGLE_RESULT`.
+    """
+    for clause in clauses or ():
+        if clause not in SINGLE_RESULT:
+            raise ValueError(f"clauses: got {clause!r}, need some of {', '.join(SINGLE_RESULT)}")
+    _check_result("result", inputs, result)
+    claimed = [c for c in SINGLE_RESULT if contract.claims(c) and (clauses is None or c in clauses)]
+    checked = tuple(c for c in claimed if _applies(c, inputs))
+    case = _Case(contract, inputs, result, "nonfinite" in checked)
+    found = [difference for clause in checked for difference in _JUDGES[clause](case)]
+    return _verdict(checked, inputs, found, kernel, reproduce)
+
+
+def compare(
+    clause: str,
+    inputs: Inputs,
+    want: Result,
+    got: Result,
+    *,
+    kernel: str = "",
+    what: str = "run 2 against run 1",
+    outputs: Collection[str] | None = None,
+    rows: slice | None = None,
+    tokens: slice | None = None,
+    reproduce: str | None = None,
+) -> Verdict:
+    """Compare two results bit for bit (the places of NaNs, not their payloads), as a clause about two runs.
+
+    Args:
+        clause: the clause that a difference breaks.
+        inputs: what `got` is the result of; coordinates in the message are of `got`.
+        what: the two results in words, got first.
+        outputs: the outputs to compare; None for those that the clause is about: grad_ape for `dape_deterministic`,
+            all others for `deterministic`, all four for the rest.
+        rows, tokens: compare only these rows of out and these tokens of grad_kv and grad_score; `want` then holds
+            just as many. Lets a result stand against one at another capacity, or one segment against a pack.
+        reproduce: as in `judge`.
+
+    Raises:
+        ValueError: the clause or an output is none, a shape or dtype of `got` does not fit `inputs`, or one of
+            `want` does not fit the part of `got` that it is compared with.
+    """
+    if clause not in CLAUSES:
+        raise ValueError(f"clause: got {clause!r}, need one of {', '.join(CLAUSES)}")
+    chosen = _COMPARED.get(clause, _OUTPUTS) if outputs is None else tuple(outputs)
+    for name in chosen:
+        if name not in _OUTPUTS:
+            raise ValueError(f"outputs: got {name!r}, need some of {', '.join(_OUTPUTS)}")
+    _check_result("got", inputs, got)
+    parts = {"out": rows, "grad_kv": tokens, "grad_score": tokens}
+    found: list[Difference] = []
+    for name in chosen:
+        whole, part = getattr(got, name), parts.get(name) or slice(None)
+        start, stop, step = part.indices(len(whole))
+        if step != 1:
+            raise ValueError(f"{'rows' if name == 'out' else 'tokens'}: got {part}, need a slice of step 1")
+        ours, theirs = whole[start:stop], getattr(want, name)
+        _check_tensor(f"want.{name}", theirs, ours.shape, ours.dtype, ours.device)
+        halves = ours.shape[1] // inputs.problem.head_dim
+        everything = torch.ones((len(ours), halves), dtype=torch.bool, device=ours.device)
+        found += _bits(clause, name, ours, theirs, everything, what, start)
+    return _verdict((clause,), inputs, found, kernel, reproduce)
+
+
+def check_command(inputs: Inputs, kernel: str) -> str:
+    """The command that judges `kernel` on `inputs` again; empty without a kernel's name, a seed or a distribution."""
+    if not kernel or inputs.seed is None or inputs.distribution is None:
+        return ""
+    return (
+        f'python -m csa_gate check --kernel {shlex.quote(kernel)} --problem "{inputs.problem}"'
+        f" --distribution {inputs.distribution} --seed {inputs.seed} --device {inputs.device.type}"
+    )
+
+
+@dataclass(frozen=True)
+class _Case:
+    contract: Contract
+    inputs: Inputs
+    result: Result
+    classes_judged: bool  # whether `nonfinite` is judged too, so that bounds can leave Inf and NaN to it
+
+
+def _forward_bits(case: _Case) -> Iterator[Difference]:
+    yield from _reference_bits("forward_bits", case, "out", case.contract.forward_bits or "eager")
+
+
+def _gradient_bits(case: _Case) -> Iterator[Difference]:
+    for name in _GRADIENTS:
+        yield from _reference_bits("gradient_bits", case, name, case.contract.gradient_bits or "eager")
+
+
+def _dape_bits(case: _Case) -> Iterator[Difference]:
+    yield from _reference_bits("dape_bits", case, "grad_ape", case.contract.dape_bits or "portable")
+
+
+def _error_bound(case: _Case) -> Iterator[Difference]:
+    for name in _OUTPUTS:
+        yield from _bounds("error_bound", case, name, _real(case.inputs, name), case.classes_judged)
+
+
+def _dape_accuracy(case: _Case) -> Iterator[Difference]:
+    """Where the mean square error of grad_ape is above the eager reference's by more than chance explains.
+
+    Both errors are draws over the N elements: what rounding left of some terms may cancel in one and not in the
+    other, so that of two equally good sums either may come out ahead. With d the difference of the squared errors in
+    an element, mean(d) has the standard error std(d) / sqrt(N), and at most `_CHANCE` of these are let pass. This
+    tells a worse sum from an unlucky one; a single element that is far off is for the bound to find.
+    """
+    got, truth = case.result.grad_ape, reference(case.inputs, "fp64").grad_ape
+    eager = reference(case.inputs, "eager").grad_ape
+    judged = torch.isfinite(truth) & torch.isfinite(eager)
+    if case.classes_judged:
+        judged &= torch.isfinite(got)
+    ours, theirs = (torch.where(judged, (t.double() - truth).abs(), 0.0) for t in (got, eager))
+    squares = (ours.square() - theirs.square())[judged]
+    if len(squares) < _SAMPLE or squares.mean() <= _CHANCE * squares.std() / len(squares) ** 0.5:
+        return
+    rms, allowed = (e[judged].square().mean().sqrt().item() for e in (ours, theirs))
+    note = f"rms error {rms:.6g}, the eager reference's {allowed:.6g}; bounds below are its error in that element"
+    wrong = judged & ~(ours <= theirs)
+    groups = _real(case.inputs, "grad_ape")
+    yield Difference("dape_accuracy", "grad_ape", got, truth, wrong, groups, "against fp64", ours, theirs, note=note)
+
+
+def _zero_slots(case: _Case) -> Iterator[Difference]:
+    unconsumed = ~_real(case.inputs, "grad_kv")
+    groups = unconsumed.nonzero(as_tuple=True)
+    for name in _GRADIENTS:
+        got = getattr(case.result, name)
+        if bool(bit_pattern(got).reshape(*unconsumed.shape, case.inputs.problem.head_dim)[groups].any()):
+            yield from _bits("zero_slots", name, got, torch.zeros_like(got), unconsumed, "against exact +0")
+
+
+def _row_padding(case: _Case) -> Iterator[Difference]:
+    padding, source = ~_real(case.inputs, "out"), case.contract.forward_bits
+    if source is not None:
+        yield from _reference_bits("row_padding", case, "out", source, padding)
+        return
+    # No other clause looks at these rows, so the classes belong here even if `nonfinite` was not asked for.
+    yield from _bounds("row_padding", case, "out", padding, case.contract.nonfinite)
+    if case.contract.nonfinite:
+        yield from _classes("row_padding", case, "out", padding)
+
+
+def _nonfinite(case: _Case) -> Iterator[Difference]:
+    for name in _OUTPUTS:
+        yield from _classes("nonfinite", case, name, _real(case.inputs, name))
+
+
+_JUDGES: dict[str, Callable[[_Case], Iterator[Difference]]] = {
+    "forward_bits": _forward_bits,
+    "gradient_bits": _gradient_bits,
+    "dape_bits": _dape_bits,
+    "error_bound": _error_bound,
+    "dape_accuracy": _dape_accuracy,
+    "zero_slots": _zero_slots,
+    "row_padding": _row_padding,
+    "nonfinite": _nonfinite,
+}
+
+SINGLE_RESULT: tuple[str, ...] = tuple(_JUDGES)
+"""The clauses that one result shows kept or broken."""
+
+
+def _applies(clause: str, inputs: Inputs) -> bool:
+    """Whether the problem holds an element that the clause looks at."""
+    p = inputs.problem
+    if clause == "row_padding":
+        return p.total_comp > p.rows
+    if clause == "zero_slots":
+        return bool((p.slots != Slot.CONSUMED).any())
+    if clause == "dape_accuracy":
+        return p.ratio * p.width >= _SAMPLE
+    return clause not in ("forward_bits", "gradient_bits") or p.rows > 0
+
+
+def _real(inputs: Inputs, output: str) -> Tensor:
+    """The (row, column half) groups of an output that no structural clause owns, bool on the inputs' device."""
+    p = inputs.problem
+    if output == "out":
+        return (torch.arange(p.total_comp, device=inputs.device) < p.rows)[:, None]
+    if output == "grad_ape":
+        return torch.ones((p.ratio, p.coff), dtype=torch.bool, device=inputs.device)
+    return torch.from_numpy(p.slots == Slot.CONSUMED).to(inputs.device)
+
+
+def _of_groups(mask: Tensor, groups: Tensor) -> Tensor:
+    """`mask` (rows, columns) where `groups` (rows, halves) is true, else False."""
+    return mask & groups.repeat_interleave(mask.shape[1] // groups.shape[1], dim=1)
+
+
+def _reference_bits(
+    clause: str, case: _Case, name: str, source: str, groups: Tensor | None = None
+) -> Iterator[Difference]:
+    groups = _real(case.inputs, name) if groups is None else groups
+    want = getattr(reference(case.inputs, source), name)
+    yield from _bits(clause, name, getattr(case.result, name), want, groups, _AGAINST[source])
+
+
+def _bits(
+    clause: str, name: str, got: Tensor, want: Tensor, groups: Tensor, against: str, start: int = 0
+) -> Iterator[Difference]:
+    if same_bits(got, want):
+        return
+    wrong = _of_groups(differs(got, want), groups)
+    if bool(wrong.any()):
+        yield Difference(clause, name, got, want, wrong, groups, against, start=start)
+
+
+def _classes(clause: str, case: _Case, name: str, groups: Tensor) -> Iterator[Difference]:
+    got, want = getattr(case.result, name), getattr(reference(case.inputs, "eager"), name)
+    wrong = _of_groups(classes(got) != classes(want), groups)
+    if bool(wrong.any()):
+        yield Difference(clause, name, got, want, wrong, groups, "against the eager reference's Inf and NaN")
+
+
+def _bounds(clause: str, case: _Case, name: str, groups: Tensor, classes_judged: bool) -> Iterator[Difference]:
+    """Where |got - fp64| is more than its bound; fp64 values and bounds that are not finite bind nothing.
+
+    With `classes_judged` an Inf or NaN in the result is left to the comparison of classes.
+    """
+    got, want = getattr(case.result, name), getattr(reference(case.inputs, "fp64"), name)
+    bound = getattr(reference(case.inputs, "bound"), name)
+    error = _error(got, want)
+    wrong = ~(error <= bound) & torch.isfinite(bound) & torch.isfinite(want)
+    if classes_judged:
+        wrong &= torch.isfinite(got)
+    wrong = _of_groups(wrong, groups)
+    if bool(wrong.any()):
+        yield Difference(clause, name, got, want, wrong, groups, _AGAINST["fp64"], error, bound)
+
+
+def _error(got: Tensor, want: Tensor) -> Tensor:
+    """|got - want| in fp64, an infinite `got` standing for the nearest number that rounds to it.
+
+    Close to overflow a value within its bound may so come out as Inf. That number is half an ulp past the largest
+    finite one, 2^128 - eps * 2^126 in bf16 and fp32 alike.
+    """
+    edge = 2.0**128 - torch.finfo(got.dtype).eps * 2.0**126
+    overflow = (edge - want * got.sign()).clamp(min=0)
+    return torch.where(torch.isinf(got), overflow, (got.double() - want).abs())
+
+
+def _check_result(argument: str, inputs: Inputs, result: Result) -> None:
+    p = inputs.problem
+    tokens, rows = (p.total_tokens, p.width), (p.total_comp, p.head_dim)
+    shapes = {"out": rows, "grad_kv": tokens, "grad_score": tokens, "grad_ape": (p.ratio, p.width)}
+    for name, tensor in result.items():
+        dtype = torch.float32 if name == "grad_ape" else torch.bfloat16
+        _check_tensor(f"{argument}.{name}", tensor, shapes[name], dtype, inputs.device)
+
+
+def _check_tensor(
+    argument: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{argument}: got {type(tensor).__name__}, need a torch.Tensor")
+    for what, came, need in (
+        ("shape", tuple(tensor.shape), tuple(shape)),
+        ("dtype", tensor.dtype, dtype),
+        ("device", tensor.device, device),
+    ):
+        if came != need:
+            raise ValueError(f"{argument}: got {what} {came}, need {need}")
+
+
+def _verdict(
+    checked: tuple[str, ...], inputs: Inputs, found: list[Difference], kernel: str, reproduce: str | None
+) -> Verdict:
+    made = f"distribution {inputs.distribution}, seed {inputs.seed}" if inputs.seed is not None else "inputs given"
+    return Verdict(
+        checked=checked,
+        failures=tuple(diagnose(inputs, difference) for difference in found),
+        subject=f"{f'kernel {kernel}, ' if kernel else ''}{inputs.problem}, {made}, device {inputs.device}",
+        reproduce=check_command(inputs, kernel) if reproduce is None else reproduce,
+    )

@@ -1,0 +1,50 @@
+"""`python -m csa_gate COMMAND ...`: what the gate does outside pytest."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "check": ("csa_gate._check", "judge one kernel on one problem"),
+}
+"""Each command's module and what it does. The module has `add_arguments(parser)` and `run(args) -> int`, the exit
+status; it raises ValueError for arguments that make no sense, and is imported only when it is asked for."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line and exits with status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` without the program's name, None for the process's own. Returns the exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    prog = "python -m csa_gate"
+    overview = Parser(
+        prog=prog,
+        description="\n".join(["commands:", *(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{prog} COMMAND --help says what a command takes",
+    )
+    overview.add_argument("command", metavar="COMMAND", choices=COMMANDS)
+    command = overview.parse_args(argv[:1]).command
+    module, text = COMMANDS[command]
+    loaded = importlib.import_module(module)
+    parser = Parser(prog=f"{prog} {command}", description=text)
+    loaded.add_arguments(parser)
+    args = parser.parse_args(argv[1:])
+    try:
+        status: int = loaded.run(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""One session's gate: the hooks that load the kernel in time, count the gate tests and judge the run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Callable, Generator, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from . import __version__
+from ._items import describe, enrol, gate_items, subject_of, uses_common_kernel
+from ._summary import CLAUSE, DEVICE, KERNEL, MACHINE, Tally
+
+if TYPE_CHECKING:
+    from csa_gate.fixtures.kernels import Kernel
+
+LEVELS = {"L0": "the quick level, every clause at least once", "L1": "the full level, whole packs included"}
+
+_ERROR = "csa_gate_error"  # key in the output of an xdist worker
+
+
+class Gate:
+    """Registered as a plugin for one session. A session's process is the one that reports, or a worker of xdist's."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.tally = Tally()
+        self.faults: list[str] = []
+        self.stopped = False
+        given = [str(arg).partition("=")[0] for arg in config.invocation_params.args]
+        self.kernel_given, self.device_given = "--csa-kernel" in given, "--csa-device" in given
+        self.is_worker = hasattr(config, "workerinput")
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        """The kernel of --csa-kernel. Raises KernelError."""
+        from csa_gate.fixtures.kernels import load_kernel
+
+        return load_kernel(self.config.getoption("csa_kernel"))
+
+    @cached_property
+    def subject(self) -> dict[str, str]:
+        """That kernel on the device of --csa-device, as properties of a test. Raises KernelError."""
+        from csa_gate.fixtures.kernels import choose_device
+
+        return subject_of(self.kernel, choose_device(self.config.getoption("csa_device"), self.kernel))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        """End the run before anything is collected if the command line names what cannot be had."""
+        if self.is_worker or not (self.kernel_given or self.device_given):
+            return
+        from csa_gate.fixtures.kernels import KernelError, require_device
+
+        try:
+            require_device(self.config.getoption("csa_device"))
+            if self.kernel_given:
+                _ = self.subject
+        except KernelError as error:
+            raise pytest.UsageError(str(error)) from error
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, Any, Any]:
+        """Enrol the gate tests, and load the kernel if one that is left after deselection needs it."""
+        self._or_end(items, enrol)
+        result = yield
+        self._or_end(items, self._prepare)
+        return result
+
+    def pytest_report_collectionfinish(self, items: list[pytest.Item]) -> list[str]:
+        """The header. With xdist, whose reporting process collects nothing, only the summary has it."""
+        described = [_strings(item.user_properties) for item in gate_items(items)]
+        if not described:
+            return []
+        kernels = {properties.get(KERNEL, "the test classes' own") for properties in described}
+        return self._header(kernels, {p[DEVICE]: p[MACHINE] for p in described if DEVICE in p})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count a report, if it is of a gate test and says how the test ended."""
+        properties = _strings(report.user_properties)
+        if self.is_worker or CLAUSE not in properties or report.outcome not in ("passed", "failed", "skipped"):
+            return
+        if report.when == "call" or report.outcome != "passed":
+            self.tally.add(report.nodeid, properties, report.outcome, _skip_reason(report))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """End the run with the line that a worker of xdist's left."""
+        message = getattr(node, "workeroutput", {}).get(_ERROR)
+        if message is not None:
+            raise pytest.UsageError(message)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Turn success into failure if the gate proved nothing."""
+        option = self.config.getoption
+        if self.is_worker or option("collectonly") or option("setuponly", False) or option("setupplan", False):
+            return
+        finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        self.stopped = not finished or bool(session.shouldstop or session.shouldfail)
+        if self.tally and not self.stopped:
+            self.faults = self.tally.faults(whole=not narrowed_by(self.config))
+        elif exitstatus == pytest.ExitCode.OK and (self.kernel_given or self.device_given):
+            self.faults = ["the command line names a kernel or a device, but no gate test took part"]
+        if self.faults and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, exitstatus: int
+    ) -> Generator[None, Any, Any]:
+        """Close the session's report with the gate's."""
+        result = yield
+        if not self.tally and not self.faults:
+            return result
+        terminalreporter.section("csa-gate")
+        if self.tally:
+            header = self._header(self.tally.kernels, self.tally.machines)
+            for line in [*header, *self.tally.table()]:
+                terminalreporter.line(line)
+        for fault in self.faults:
+            terminalreporter.line(f"gate failed: {fault}", red=True)
+        if not self.faults:
+            passed = exitstatus == pytest.ExitCode.OK
+            terminalreporter.line(self._verdict(passed), green=passed, red=not passed)
+        return result
+
+    def _verdict(self, passed: bool) -> str:
+        if self.tally.failed:
+            return f"gate failed: {self.tally.failed} tests failed"
+        if self.stopped:
+            return "no gate: the run stopped before its end"
+        if not passed:
+            return "no gate: the session failed outside the gate tests"
+        if narrowed := narrowed_by(self.config):
+            return f"no gate: a narrowed run ({', '.join(narrowed)})"
+        return f"gate passed: {self.tally.kept}"
+
+    def _header(self, kernels: Iterable[str], machines: dict[str, str]) -> list[str]:
+        spec = self.config.getoption("csa_kernel")
+        common = self.__dict__.get("kernel")  # not loaded where every test class has its own
+        names = [f"{k} ({spec})" if common and k == common.name != spec else k for k in sorted(kernels)]
+        devices = [f"{device} ({machine})" for device, machine in machines.items()]
+        versions = [f"{name} {_version(name)}" for name in ("torch", "nvidia-cutlass-dsl")]
+        return [
+            f"kernel: {', '.join(names) or 'none that could be had'}",
+            f"device: {', '.join(devices) or self.config.getoption('csa_device')}",
+            f"versions: {', '.join([f'csa-gate {__version__}', *versions, f'python {platform.python_version()}'])}",
+        ]
+
+    def _or_end(self, items: list[pytest.Item], step: Callable[[list[pytest.Item]], None]) -> None:
+        """Take a step; where it fails, end the run. A worker cannot, so it hands over no tests and leaves a line."""
+        try:
+            step(items)
+        except ValueError as error:
+            if not self.is_worker:
+                raise pytest.UsageError(str(error)) from error
+            self.config.workeroutput[_ERROR] = str(error)  # type: ignore[attr-defined]
+            items.clear()
+
+    def _prepare(self, items: list[pytest.Item]) -> None:
+        ours = gate_items(items)
+        for item in ours:
+            if uses_common_kernel(item):
+                describe(item, self.subject)
+        if ours:
+            _share_cores()
+
+
+def narrowed_by(config: pytest.Config) -> list[str]:
+    """What on the command line picked single tests rather than a level: such a run need not touch every clause.
+
+    -m counts where it names more than levels; a directory or a file does not count, unless it is a file of our own
+    suites. What is not listed here is held against the run: a gate must not pass by leaving tests out.
+    """
+    flags = {"-k": "keyword", "--deselect": "deselect", "--lf": "lf", "--stepwise": "stepwise"}
+    picked = [flag for flag, dest in flags.items() if config.getoption(dest, None)]
+    if set(re.findall(r"\w+", config.getoption("markexpr", ""))) - {"and", "or", "not", *LEVELS}:
+        picked.append("-m")
+    suites = (Path(__file__).parent / "suites").resolve()
+    for arg in config.args:
+        path, _, inner = arg.partition("::")
+        if inner or path.startswith("csa_gate.suites.") or suites in Path(path).resolve().parents:
+            picked.append(arg)
+    return picked
+
+
+def _share_cores() -> None:
+    """Leave each worker of xdist's its part of the cores: torch takes all of them by default."""
+    import torch
+
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+def _strings(properties: Iterable[tuple[str, object]]) -> dict[str, str]:
+    return {key: value for key, value in properties if isinstance(value, str)}
+
+
+def _skip_reason(report: pytest.TestReport) -> str:
+    if report.outcome != "skipped":
+        return ""
+    if hasattr(report, "wasxfail"):
+        return f"expected to fail: {report.wasxfail or 'no reason given'}"
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple | list) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,177 @@
+"""What every theme stands on: cases as parameters, and `Gate`, one test's kernel held to its claims."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from csa_gate._items import class_kernel, uses_common_kernel
+from csa_gate.fixtures.canary import MemoryFault
+from csa_gate.fixtures.cases import Case, Turns
+from csa_gate.fixtures.kernels import Kernel, contract_on
+from csa_gate.fixtures.marks import L0, L1
+from csa_gate.fixtures.run import run
+from csa_gate.oracles import Inputs, Problem, Result
+from csa_gate.oracles.judge import check_command, compare, judge
+from csa_gate.oracles.orders import pool_lanes
+
+GIVEN_SUITE = "csa_gate.suites.test_compressor"
+_LEVELS = {"L0": L0, "L1": L1}
+
+
+def each(table: Iterable[Case | Turns]) -> list[object]:
+    """The rows of a table as parameters, with their ids and levels."""
+    return [pytest.param(row, id=row.id, marks=_LEVELS[row.level]) for row in table]
+
+
+def each_distribution(table: Iterable[Case]) -> list[object]:
+    """(case, distribution) pairs as parameters, with the ids and levels of the cases."""
+    return [
+        pytest.param((case, distribution), id=f"{case.id}-{distribution}", marks=_LEVELS[case.level])
+        for case in table
+        for distribution in case.distributions
+    ]
+
+
+class Gate:
+    """The kernel of one test on one device, and what holds it to its claims.
+
+    Whatever is asked of it skips the test, with the reason, where the kernel does not take the problem.
+    """
+
+    def __init__(self, kernel: Kernel, device: torch.device, spec: str, command: str) -> None:
+        contract = contract_on(kernel, device)
+        assert contract is not None, "the fixture `device` gives a device that the kernel runs on"
+        self.kernel, self.device, self.contract = kernel, device, contract
+        self._spec, self.command = spec, command
+
+    def require(self, problem: Problem) -> None:
+        """Skip the test if the kernel does not take `problem`."""
+        reason = self.kernel.supports(problem)
+        if reason is not None:
+            pytest.skip(reason)
+
+    def require_cuda(self) -> None:
+        """Skip the test if the device is none of CUDA's."""
+        if self.device.type != "cuda":
+            pytest.skip("needs a CUDA device")
+
+    def inputs(self, case: Case, distribution: str | None = None) -> Inputs:
+        """The tensors of a case that the kernel takes."""
+        self.require(case.problem)
+        return case.inputs(self.device, distribution)
+
+    def run(self, inputs: Inputs, **options: Any) -> Result:
+        """`csa_gate.fixtures.run.run` of the kernel."""
+        self.require(inputs.problem)
+        try:
+            return run(self.kernel, inputs, **options)
+        except MemoryFault as fault:
+            raise MemoryFault(f"{fault}\nreproduce: {self.command}") from None
+
+    def judge(self, inputs: Inputs, result: Result, clause: str, *, poison: str = "nan") -> None:
+        """Hold one result to one clause of `SINGLE_RESULT`; skip the test if there is nothing to look at.
+
+        `poison` is what the buffers held, for the command that reproduces a failure.
+        """
+        # `csa_gate check` knows a kernel by its name on the command line and inputs by their seed.
+        command = check_command(inputs, self._spec)
+        reproduce = f"{command} --clause {clause} --poison {poison}" if command else self.command
+        verdict = judge(self.contract, inputs, result, kernel=self._name, clauses=(clause,), reproduce=reproduce)
+        if not verdict.checked:
+            pytest.skip(f"{clause} has nothing to look at in this case")
+        verdict.check()
+
+    def same(
+        self,
+        clause: str,
+        inputs: Inputs,
+        want: Result,
+        got: Result,
+        what: str,
+        *,
+        outputs: Iterable[str] | None = None,
+        rows: slice | None = None,
+        tokens: slice | None = None,
+    ) -> None:
+        """Hold two results to be the same bits: all outputs, or those named; arguments as in `judge.compare`."""
+        compare(
+            clause, inputs, want, got, kernel=self._name, what=what,
+            outputs=None if outputs is None else tuple(outputs), rows=rows, tokens=tokens, reproduce=self.command,
+        ).check()  # fmt: skip
+
+    def hold(self, clause: str, inputs: Inputs, got: Result, want: Result | None, what: str) -> None:
+        """Hold a result that came about in an unusual way, or from an unusual call, to all that is claimed of any.
+
+        First, where `want` is given, to its bits in those outputs that the kernel claims to repeat; then to every
+        clause of `SINGLE_RESULT`. Skips the test if the kernel claims none of these.
+        """
+        repeated = self.repeated if want is not None else ()
+        if want is not None and repeated:
+            self.same(clause, inputs, want, got, what, outputs=repeated)
+        verdict = judge(self.contract, inputs, got, kernel=self._name, reproduce=self.command)
+        if not repeated and not verdict.checked:
+            pytest.skip(f"{self.kernel.name} claims neither to repeat itself nor anything of a single result here")
+        if not verdict:
+            raise AssertionError(f"contract broken: {clause}, {what}\n{verdict.message}")
+
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """The outputs whose bits the kernel claims to repeat from run to run."""
+        always = ("out", "grad_kv", "grad_score") if self.contract.deterministic else ()
+        return (*always, "grad_ape") if self.contract.dape_deterministic else always
+
+    def same_order(self, a: Problem, b: Problem) -> bool:
+        """Whether a row's pooling sum has the same order in both: on CUDA, PyTorch's depends on the number of rows."""
+        if self.contract.forward_bits == "portable":
+            return True
+        return pool_lanes(a.window, a.head_dim, max(1, a.total_comp)) == pool_lanes(
+            b.window, b.head_dim, max(1, b.total_comp)
+        )
+
+    @property
+    def _name(self) -> str:
+        return self._spec or self.kernel.name
+
+
+class Trial:
+    """One case with one distribution, run once for the tests of all its clauses."""
+
+    def __init__(self, case: Case, distribution: str) -> None:
+        self.case, self.distribution = case, distribution
+        self._done: dict[tuple[int, torch.device], tuple[Inputs, Result]] = {}
+
+    def run(self, gate: Gate) -> tuple[Inputs, Result]:
+        """Inputs and outputs."""
+        key = (id(gate.kernel), gate.device)
+        if key not in self._done:
+            inputs = gate.inputs(self.case, self.distribution)
+            self._done[key] = inputs, gate.run(inputs)
+        return self._done[key]
+
+
+class GateSuite:
+    """The fixture that all themes use."""
+
+    @pytest.fixture
+    def gate(self, request: pytest.FixtureRequest, kernel: Kernel, device: torch.device) -> Gate:
+        """The kernel under test on its device."""
+        spec = ""
+        if uses_common_kernel(request.node):
+            spec = request.config.getoption("csa_kernel")
+        elif isinstance(own := class_kernel(request.cls), str):
+            spec = own
+        return Gate(kernel, device, spec, _command(request, device))
+
+
+def _command(request: pytest.FixtureRequest, device: torch.device) -> str:
+    """The command that runs this test again."""
+    if request.cls.__module__ == GIVEN_SUITE:
+        where = f"--pyargs csa_gate.suites --csa-kernel={shlex.quote(request.config.getoption('csa_kernel'))}"
+    else:
+        where = shlex.quote(str(request.path))
+    return f"python -m pytest {where} --csa-device={device.type} -k {shlex.quote(request.node.name)}"

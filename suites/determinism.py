@@ -1,0 +1,48 @@
+"""The same inputs give the same bits: whatever the buffers held, wherever they lie, however calls are queued."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from csa_gate.fixtures.cases import DETERMINISM, Case
+from csa_gate.fixtures.marks import L1, clause
+from csa_gate.fixtures.replay import launch
+from csa_gate.fixtures.run import Buffers
+from csa_gate.oracles import Result
+
+from .base import Gate, GateSuite, each
+
+_PAIRS = {"cpu": 8, "cuda": 1000}  # races between launches, of which a CPU has none, are rare events
+_BOTH = [pytest.param(name, marks=clause(name)) for name in ("deterministic", "dape_deterministic")]
+
+
+class DeterminismSuite(GateSuite):
+    """Run to run."""
+
+    @pytest.mark.parametrize("name", _BOTH)
+    @pytest.mark.parametrize("case", each(DETERMINISM))
+    def test_run_to_run(self, gate: Gate, case: Case, name: str) -> None:
+        inputs = gate.inputs(case)
+        want = gate.run(inputs)
+        kept = []  # so that each run has its buffers and workspaces elsewhere
+        for number, poison in enumerate(("zero", "inf", "random", "ones"), start=2):
+            kept.append(torch.full((number * 12345,), float("nan"), device=gate.device))
+            got = gate.run(inputs, poison=poison, seed=number)
+            gate.same(name, inputs, want, got, f"run {number} (buffers held {poison}) against run 1")
+
+    @L1
+    @pytest.mark.parametrize("name", _BOTH)
+    @pytest.mark.parametrize("case", [pytest.param(c, id=c.id) for c in DETERMINISM if c.problem.tokens < 4096])
+    def test_back_to_back(self, gate: Gate, case: Case, name: str) -> None:
+        """Forward and backward pairs queued without waiting in between."""
+        inputs = gate.inputs(case)
+        want = gate.run(inputs)
+        pairs = _PAIRS[gate.device.type]
+        blank = Buffers(case.problem, gate.device).result
+        stacks = {name: tensor.expand(pairs, *tensor.shape).clone() for name, tensor in blank.items()}
+        results = [Result(**{name: stack[i] for name, stack in stacks.items()}) for i in range(pairs)]
+        for result in results:
+            launch(gate.kernel, inputs, result)
+        for number, got in enumerate(results, start=1):
+            gate.same(name, inputs, want, got, f"pair {number} of {pairs} queued at once against a run alone")

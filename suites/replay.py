@@ -1,0 +1,60 @@
+"""One memory, many calls: buffers and inputs that were something else before, in eager calls and in CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+
+from csa_gate.fixtures.cases import SHORTER, TURNS, Turns
+from csa_gate.fixtures.marks import clause
+from csa_gate.fixtures.replay import Graph, Stage
+from csa_gate.fixtures.run import Buffers
+
+from .base import Gate, GateSuite, each
+
+
+class ReplaySuite(GateSuite):
+    """A kernel that remembers anything by pointer or by shape fails here."""
+
+    @clause("replay")
+    @pytest.mark.parametrize("turns", each(SHORTER))
+    def test_shorter_call(self, gate: Gate, turns: Turns) -> None:
+        """Outputs go to the beginning of what an earlier, longer call left."""
+        buffers = Buffers(turns.cases[0].problem, gate.device)
+        for case in turns.cases:
+            inputs = gate.inputs(case)
+            want = gate.run(inputs)
+            got = gate.run(inputs, buffers=buffers.narrow(case.problem))
+            gate.hold("replay", inputs, got, want, f"{case.id} in used buffers against fresh ones")
+
+    @clause("replay")
+    @pytest.mark.parametrize("turns", each(TURNS))
+    def test_same_tensors(self, gate: Gate, turns: Turns) -> None:
+        """Data and offsets change in place, all shapes stay."""
+        stage = Stage(gate.inputs(turns.cases[0]))
+        buffers = Buffers(turns.cases[0].problem, gate.device)
+        for case in turns.cases:
+            inputs = gate.inputs(case)
+            want = gate.run(inputs)
+            staged = stage.load(inputs)
+            got = gate.run(staged, buffers=buffers.narrow(case.problem))
+            gate.hold("replay", staged, got, want, f"{case.id!r} in used tensors against fresh ones")
+
+
+class GraphSuite(GateSuite):
+    """A CUDA graph, captured after one warm-up."""
+
+    @clause("graph_replay")
+    @pytest.mark.parametrize("captured", ["many", "few"])
+    @pytest.mark.parametrize("turns", each(TURNS))
+    def test_graph(self, gate: Gate, turns: Turns, captured: str) -> None:
+        """Other data, lengths and numbers of rows than were captured, at the capacity captured."""
+        gate.require_cuda()
+        first = next(case for case in turns.cases if case.id == captured)
+        graph = Graph(gate.kernel, gate.inputs(first))
+        for number, case in enumerate(turns.cases):
+            inputs = gate.inputs(case)
+            want = gate.run(inputs)
+            poison = ("nan", "random", "aa")[number % 3]
+            staged, got = graph.replay(inputs, poison=poison, seed=number)
+            what = f"{case.id!r} replayed in a graph captured with {captured!r}, against an eager call"
+            gate.hold("graph_replay", staged, got, want, what)
