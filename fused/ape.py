@@ -10,32 +10,43 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32
 
-from .arith import add, lanes_of, put_lanes, two_sum, unless_nan
+from .arith import Group, Lane, add, lanes_of, put_lanes, two_sum, unless_nan
 from .config import LEAF_LANES, Config
-from .window import fragments
+from .window import fragments, halving_tree
 
 
 @cute.jit
 def sum_leaves(
-    config: Constexpr, leaves: cute.Tensor, count: Int32, stride: Int32, at: Int32, lane: Int32,
-    high: cute.Tensor, low: cute.Tensor, slot: Int32,
+    config: Constexpr,
+    leaves: cute.Tensor,
+    count: Int32,
+    parts: Constexpr,
+    stride: Int32,
+    at: Int32,
+    lane: Int32,
+    high: cute.Tensor,
+    low: cute.Tensor,
+    slot: Int32,
 ) -> None:
     """Running sum `lane`: leaves lane, lane + LEAF_LANES, ... below `count` at column group `at`, kept in slot `slot`.
 
-    One leaf holds `stride` column groups. high and low are (slots, vec) fp32.
+    A leaf comes in `parts` parts of `stride` column groups: part j has its rows j, j + parts, ..., so that the halving
+    tree goes on over the parts. high and low are (slots, vec) fp32.
     """
-    value = fragments(1, config)
+    value = fragments(parts, config)
     high[slot, None].fill(0.0)
     low[slot, None].fill(0.0)
     for leaf in cutlass.range(lane, count, LEAF_LANES):
-        cute.autovec_copy(leaves[leaf * stride + at, None], value[0, None])
+        for part in cutlass.range(parts, unroll_full=config.on_gpu):
+            cute.autovec_copy(leaves[(leaf * parts + part) * stride + at, None], value[part, None])
+        halving_tree(config, value, parts, 1)
         accumulate(config, high, low, slot, (value, 0), None)
 
 
 def accumulate(
-    config: Config, high: cute.Tensor, low: cute.Tensor, slot: int | Int32, value: tuple, value_low: tuple | None
+    config: Config, high: cute.Tensor, low: cute.Tensor, slot: int | Int32, value: Group, value_low: Group | None
 ) -> None:
-    """Add a value, or another running sum, to the running sum in `slot`; values are (tensor, k) pairs."""
+    """Add a value, or another running sum, to the running sum in `slot`."""
     sums = [two_sum(a, b) for a, b in zip(lanes_of(high, slot, config), lanes_of(*value, config), strict=True)]
     rest = lanes_of(low, slot, config)
     if value_low is not None:
@@ -44,6 +55,6 @@ def accumulate(
     put_lanes(low, slot, [add(a, error) for a, (_, error) in zip(rest, sums, strict=True)], config)
 
 
-def total_of(high, low):
+def total_of(high: Lane, low: Lane) -> Lane:
     """The sum; the high part alone where an infinity has made the low part NaN."""
     return unless_nan(add(high, low), high)

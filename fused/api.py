@@ -10,8 +10,16 @@ from .config import Exp
 
 
 def compress_forward(
-    kv: Tensor, score: Tensor, ape: Tensor, cu_seqlens: Tensor, cu_seqlens_comp: Tensor, *,
-    ratio: int, coff: int, out: Tensor, exp: Exp | None = None,
+    kv: Tensor,
+    score: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_comp: Tensor,
+    *,
+    ratio: int,
+    coff: int,
+    out: Tensor,
+    exp: Exp | None = None,
 ) -> Tensor:
     """Pool every `ratio` tokens of a packed batch into one row.
 
@@ -23,7 +31,7 @@ def compress_forward(
         ape: (ratio, coff * head_dim), fp32.
         cu_seqlens: (B+1,), int32, token offsets of the segments, from 0, non-decreasing, at most total_tokens.
         cu_seqlens_comp: (B+1,), int32, row offsets: segment s has `len_s // ratio` rows.
-        ratio: 1 to 32.
+        ratio: 1 to 256.
         coff: 1, or 2 for overlapping windows.
         out: (total_comp, head_dim), bf16, written whole; rows past cu_seqlens_comp[-1] pool tokens [0, ratio).
         exp: `native` (CUDA only, and the default there) or `portable` (the default on the CPU).
@@ -44,8 +52,19 @@ def compress_forward(
 
 
 def compress_backward(
-    kv: Tensor, score: Tensor, ape: Tensor, cu_seqlens: Tensor, cu_seqlens_comp: Tensor, grad_out: Tensor, *,
-    ratio: int, coff: int, grad_kv: Tensor, grad_score: Tensor, grad_ape: Tensor, exp: Exp | None = None,
+    kv: Tensor,
+    score: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_comp: Tensor,
+    grad_out: Tensor,
+    *,
+    ratio: int,
+    coff: int,
+    grad_kv: Tensor,
+    grad_score: Tensor,
+    grad_ape: Tensor,
+    exp: Exp | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `compress_forward`, every element written: exact +0 where no row consumes a slot.
 

@@ -20,6 +20,7 @@ from .config import Config
 
 Lane: TypeAlias = Float32 | TensorSSA
 Lanes: TypeAlias = list[Lane]
+Group: TypeAlias = tuple[cute.Tensor, int | Int32]  # column group k of a (count, vec) tensor
 
 NEAREST = RoundingMode.NEAREST_EVEN
 NEG_INF = float("-inf")
@@ -137,12 +138,12 @@ def _shift(a: Int32 | TensorSSA, left: int) -> Int32 | TensorSSA:
 
 def storage(config: Config) -> type[BFloat16] | type[Uint16]:
     """How bf16 is moved: the host build has no conversion to bf16, so it handles bit patterns."""
-    return Uint16 if config.target == "cpu" else BFloat16
+    return Uint16 if not config.on_gpu else BFloat16
 
 
 def lanes_of(fragment: cute.Tensor, k: int | Int32, config: Config) -> Lanes:
     """The fp32 lanes of column group `k` of a (count, vec) tensor of fp32, or of bf16 in `storage`."""
-    if config.target == "gpu":
+    if config.on_gpu:
         if fragment.element_type is BFloat16 and config.vec % 2 == 0:
             return _halves(cute.recast_tensor(fragment, Uint32), k, config)
         return [fragment[k, c].to(Float32) for c in range(config.vec)]
@@ -163,7 +164,7 @@ def _halves(words: cute.Tensor, k: int | Int32, config: Config) -> Lanes:
 
 def put_lanes(fragment: cute.Tensor, k: int | Int32, lanes: Lanes, config: Config) -> None:
     """Write lanes to column group `k` of a (count, vec) tensor of fp32, or of bf16 rounded to nearest even."""
-    if config.target == "gpu":
+    if config.on_gpu:
         for c in range(config.vec):
             fragment[k, c] = lanes[c].to(fragment.element_type)
     elif fragment.element_type is Float32:
@@ -172,10 +173,11 @@ def put_lanes(fragment: cute.Tensor, k: int | Int32, lanes: Lanes, config: Confi
         fragment[k, None].store(_bf16_bits(lanes[0]))
 
 
-def apply(operation: Callable[..., Lane], config: Config, to: tuple, *operands: tuple) -> None:
-    """`to = operation(*operands)` lane by lane; each is a (fragment, k) pair."""
+def apply(operation: Callable[..., Lane], config: Config, to: Group, *operands: Group) -> None:
+    """`to = operation(*operands)`, lane by lane."""
     sources = [lanes_of(fragment, k, config) for fragment, k in operands]
-    put_lanes(*to, [operation(*lanes) for lanes in zip(*sources, strict=True)], config)
+    tensor, at = to
+    put_lanes(tensor, at, [operation(*lanes) for lanes in zip(*sources, strict=True)], config)
 
 
 def _bf16_bits(x: TensorSSA) -> TensorSSA:

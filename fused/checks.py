@@ -24,7 +24,14 @@ class Shape:
 
 
 def check_forward(
-    kv: Tensor, score: Tensor, ape: Tensor, cu_seqlens: Tensor, cu_seqlens_comp: Tensor, ratio: int, coff: int, out: Tensor
+    kv: Tensor,
+    score: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_comp: Tensor,
+    ratio: int,
+    coff: int,
+    out: Tensor,
 ) -> Shape:
     """The sizes of a forward call. Raises ValueError naming the argument, what came and what is needed."""
     shape = _sizes(kv, cu_seqlens, ratio, coff, "out", out)
@@ -39,8 +46,17 @@ def check_forward(
 
 
 def check_backward(
-    kv: Tensor, score: Tensor, ape: Tensor, cu_seqlens: Tensor, cu_seqlens_comp: Tensor, grad_out: Tensor,
-    ratio: int, coff: int, grad_kv: Tensor, grad_score: Tensor, grad_ape: Tensor,
+    kv: Tensor,
+    score: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_comp: Tensor,
+    grad_out: Tensor,
+    ratio: int,
+    coff: int,
+    grad_kv: Tensor,
+    grad_score: Tensor,
+    grad_ape: Tensor,
 ) -> Shape:
     """The sizes of a backward call. Raises ValueError as `check_forward`."""
     shape = _sizes(kv, cu_seqlens, ratio, coff, "grad_out", grad_out)
@@ -76,7 +92,14 @@ def _sizes(kv: Tensor, cu_seqlens: Tensor, ratio: int, coff: int, name: str, row
 
 
 def _check_inputs(
-    kv: Tensor, score: Tensor, ape: Tensor, cu_seqlens: Tensor, cu_seqlens_comp: Tensor, ratio: int, coff: int, shape: Shape
+    kv: Tensor,
+    score: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_comp: Tensor,
+    ratio: int,
+    coff: int,
+    shape: Shape,
 ) -> None:
     tokens = (shape.total_tokens, coff * shape.head_dim)
     _check("kv", kv, _BF16, tokens, kv.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import cpu, gpu
 from .checks import Shape
-from .config import LEAF_ROWS, SCALAR_WINDOW, Config, Direction, Exp, orders, schedule_of
+from .config import LEAF_ROWS, LONG_WINDOW, LOOP, SCALAR_WINDOW, Config, Direction, Exp, orders, schedule_of
 
 _LOCK = threading.Lock()  # the DSL compiles one function at a time
 CPU_VEC = 8
@@ -26,17 +26,18 @@ def configure(
 ) -> Config:
     """The configuration of one call: the widest accesses that head_dim and the tensors' addresses allow."""
     window = coff * ratio
-    widest = CPU_VEC if device.type == "cpu" else 1 if window > SCALAR_WINDOW else 2
+    widest = CPU_VEC if device.type == "cpu" else 1 if SCALAR_WINDOW < window <= LONG_WINDOW else 2
     vec = next(
-        v for v in (8, 4, 2, 1)
+        v
+        for v in (8, 4, 2, 1)
         if v <= widest and shape.head_dim % v == 0 and all(t.data_ptr() % (v * t.itemsize) == 0 for t in tensors)
     )
     rows = None if exp == "portable" else shape.total_comp
     softmax_lanes, pool_lanes = orders(window, shape.head_dim, rows)
-    if device.type == "cpu":
-        return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, "cpu", None)
-    schedule = schedule_of(direction, window, shape.head_dim // vec, shape.total_comp)
-    return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, "gpu", schedule)
+    schedule = LOOP
+    if device.type == "cuda":
+        schedule = schedule_of(direction, window, shape.head_dim // vec, shape.total_comp)
+    return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, schedule)
 
 
 def forward(config: Config, shape: Shape, tensors: list[Tensor]) -> None:
@@ -47,9 +48,9 @@ def forward(config: Config, shape: Shape, tensors: list[Tensor]) -> None:
 def backward(config: Config, shape: Shape, tensors: list[Tensor]) -> None:
     """Run backward on [kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, grad_kv, grad_score, grad_ape]."""
     kv, ape = tensors[0], tensors[2]
-    leaves = -(-shape.total_comp // LEAF_ROWS) * ape.numel()
+    leaves = -(-shape.total_comp // LEAF_ROWS) * config.schedule.leaf_parts * ape.numel()
     workspace = [torch.empty(leaves, dtype=torch.float32, device=kv.device)]
-    if config.target == "cpu":
+    if not config.on_gpu:
         workspace.append(torch.empty(LEAF_ROWS * config.window * config.vec, dtype=torch.float32))
     _run("backward", config, shape, tensors + workspace)
 
@@ -57,7 +58,7 @@ def backward(config: Config, shape: Shape, tensors: list[Tensor]) -> None:
 def _run(direction: Direction, config: Config, shape: Shape, tensors: list[Tensor]) -> None:
     device = tensors[0].device
     sizes = (shape.segments, shape.total_tokens, shape.total_comp, shape.head_dim)
-    if config.target == "cpu":
+    if not config.on_gpu:
         function = _compiled(direction, config, None)
         function(*[_host_tensor(t) for t in tensors], *[Int32(n) for n in sizes])
         return
@@ -77,7 +78,7 @@ def _compile(direction: Direction, config: Config, device: int | None) -> Callab
     if direction == "backward":
         dtypes += [BFloat16, BFloat16, Float32, Float32]
     sizes = [Int32(1)] * 4
-    if config.target == "cpu":
+    if not config.on_gpu:
         torch_dtypes = {BFloat16: torch.bfloat16, Float32: torch.float32, Int32: torch.int32}
         samples = [torch.empty(2, dtype=torch_dtypes[d]) for d in dtypes]
         if direction == "backward":

@@ -7,22 +7,29 @@ from typing import Literal
 
 Direction = Literal["forward", "backward"]
 Exp = Literal["native", "portable"]
-Target = Literal["cpu", "gpu"]
+Family = Literal["loop", "registers", "streamed"]
 
 LEAF_ROWS = 32  # consecutive rows that one leaf of the dape tree sums
 LEAF_LANES = 32  # running sums that the leaves are dealt to
-MAX_RATIO = 32  # of the register family: a window lives in registers
+MAX_RATIO = 256
+LONG_WINDOW = 32  # longer ones are streamed
 SCALAR_WINDOW = 16  # longer windows take one column a thread on the GPU, for their registers
 MANY_THREADS = 1 << 18  # rows times column groups that fill a large device with four rows a thread, or with two
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a GPU block is cut: `threads_x` column groups by `threads_y` rows, `rows_each` rows a thread. No bit changes.
+    """How the work is cut; no bit depends on it.
 
+    family: `loop` is the CPU's. On the GPU `registers` keeps a row's window in the registers of one thread, `streamed`
+        deals it to `threads_y` threads of a block.
+    threads_x: column groups of a block.
+    threads_y: rows (registers) or shares of a window (streamed) that run side by side.
+    rows_each: rows that a thread takes one after the other.
     min_blocks: blocks that a multiprocessor should hold at a time, which caps the registers.
     """
 
+    family: Family
     threads_x: int
     threads_y: int
     rows_each: int
@@ -31,7 +38,15 @@ class Schedule:
     @property
     def rows(self) -> int:
         """Rows of one block."""
-        return self.threads_y * self.rows_each
+        return self.rows_each * (self.threads_y if self.family == "registers" else 1)
+
+    @property
+    def leaf_parts(self) -> int:
+        """Parts in which a leaf of the dape tree comes, one a block; the CPU has it whole."""
+        return 1 if self.family == "loop" else LEAF_ROWS // self.rows
+
+
+LOOP = Schedule("loop", threads_x=1, threads_y=1, rows_each=1, min_blocks=1)
 
 
 @dataclass(frozen=True)
@@ -42,8 +57,7 @@ class Config:
     vec: columns that one thread or loop step handles, a power of two that divides head_dim.
     softmax_lanes, pool_lanes: the summation orders (see `orders`).
     exp: `native` (CUDA's expf) or `portable` (the same bits on every machine).
-    target: `cpu` computes on vectors of `vec` columns, `gpu` on scalars with pinned rounding.
-    schedule: how the GPU's blocks are cut, None for the CPU.
+    schedule: how the work is cut, and so where it runs: `LOOP` is the CPU's.
     """
 
     ratio: int
@@ -52,8 +66,7 @@ class Config:
     softmax_lanes: int
     pool_lanes: int
     exp: Exp
-    target: Target
-    schedule: Schedule | None  # of the GPU
+    schedule: Schedule
 
     @property
     def window(self) -> int:
@@ -61,23 +74,28 @@ class Config:
         return self.coff * self.ratio
 
     @property
-    def unroll(self) -> bool:
-        """Whether loops over a window are unrolled, which keeps it in registers on the GPU."""
-        return self.target == "gpu"
+    def on_gpu(self) -> bool:
+        """Whether lanes are scalars with pinned rounding, and loops over a window unrolled to keep it in registers."""
+        return self.schedule.family != "loop"
 
 
 def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Schedule:
     """The GPU schedule of a call of `rows` rows of `groups` column groups.
 
-    A backward block is one leaf of the dape tree, so that its row lanes times the rows of a thread, one or two, are
-    `LEAF_ROWS`.
+    A backward block of the register family is one leaf of the dape tree: its row lanes times the one or two rows of a
+    thread are `LEAF_ROWS`.
     """
+    if window > LONG_WINDOW:
+        # Eight or 16 entries a thread, and a plane of at most 32 KiB.
+        columns, shares = (32, 16) if window <= 128 else (16, 32) if window <= 256 else (8, 32)
+        columns = min(columns, 1 << (groups - 1).bit_length())
+        return Schedule("streamed", columns, shares, 1 if direction == "forward" else 2, 1)
     if window > SCALAR_WINDOW:
-        return Schedule(32, 4, 1, 1) if direction == "forward" else Schedule(8, 32, 1, 1)
+        return Schedule("registers", 32, 4, 1, 1) if direction == "forward" else Schedule("registers", 8, 32, 1, 1)
+    if direction == "backward":
+        return Schedule("registers", 16, 16, 2, 2)
     many = rows * groups >= MANY_THREADS
-    if direction == "forward":
-        return Schedule(32, 4, 4, 6) if many and window <= 8 else Schedule(32, 8, 1, 1)
-    return Schedule(16, 16, 2, 2)
+    return Schedule("registers", 32, 4, 4, 6) if many and window <= 8 else Schedule("registers", 32, 8, 1, 1)
 
 
 def orders(window: int, head_dim: int, rows: int | None) -> tuple[int, int]:

@@ -25,8 +25,17 @@ from .window import (
 
 @cute.jit
 def forward(
-    kv: cute.Tensor, score: cute.Tensor, ape: cute.Tensor, cu_seqlens: cute.Tensor, cu_seqlens_comp: cute.Tensor,
-    out: cute.Tensor, segments: Int32, total_tokens: Int32, total_comp: Int32, head_dim: Int32, config: Constexpr,
+    kv: cute.Tensor,
+    score: cute.Tensor,
+    ape: cute.Tensor,
+    cu_seqlens: cute.Tensor,
+    cu_seqlens_comp: cute.Tensor,
+    out: cute.Tensor,
+    segments: Int32,
+    total_tokens: Int32,
+    total_comp: Int32,
+    head_dim: Int32,
+    config: Constexpr,
 ) -> None:
     kind = storage(config)
     groups = head_dim // config.vec
@@ -43,10 +52,22 @@ def forward(
 
 @cute.jit
 def backward(
-    kv: cute.Tensor, score: cute.Tensor, ape: cute.Tensor, cu_seqlens: cute.Tensor, cu_seqlens_comp: cute.Tensor,
-    grad_out: cute.Tensor, grad_kv: cute.Tensor, grad_score: cute.Tensor, grad_ape: cute.Tensor,
-    leaves: cute.Tensor, scratch: cute.Tensor,
-    segments: Int32, total_tokens: Int32, total_comp: Int32, head_dim: Int32, config: Constexpr,
+    kv: cute.Tensor,
+    score: cute.Tensor,
+    ape: cute.Tensor,
+    cu_seqlens: cute.Tensor,
+    cu_seqlens_comp: cute.Tensor,
+    grad_out: cute.Tensor,
+    grad_kv: cute.Tensor,
+    grad_score: cute.Tensor,
+    grad_ape: cute.Tensor,
+    leaves: cute.Tensor,
+    scratch: cute.Tensor,
+    segments: Int32,
+    total_tokens: Int32,
+    total_comp: Int32,
+    head_dim: Int32,
+    config: Constexpr,
 ) -> None:
     """`leaves` holds ceil(total_comp / LEAF_ROWS) * ratio * width fp32, `scratch` LEAF_ROWS * window * vec."""
     kind = storage(config)
@@ -73,7 +94,7 @@ def backward(
                     backward_row(
                         config, kv_view, score_view, bias, grad_out_view, grad_kv_view, grad_score_view, dscore, place
                     )
-                    zero_after_last(config, grad_kv_view, grad_score_view, place, end)
+                    zero_after_last(config, grad_kv_view, grad_score_view, place, end, Int32(0), Int32(1))
                 else:
                     for k in cutlass.range(config.window):
                         dscore[k, None].fill(0.0)
@@ -85,15 +106,24 @@ def backward(
     high, low = fragments(LEAF_LANES, config), fragments(LEAF_LANES, config)
     for at in cutlass.range(ape_size):
         for lane in cutlass.range(LEAF_LANES):
-            sum_leaves(config, leaves_view, count, ape_size, at, lane, high, low, lane)
+            sum_leaves(config, leaves_view, count, 1, ape_size, at, lane, high, low, lane)
         for step in cutlass.range_constexpr(1, LEAF_LANES.bit_length()):
             half = LEAF_LANES >> step
             for lane in cutlass.range(half):
                 accumulate(config, high, low, lane, (high, half + lane), (low, half + lane))
         apply(total_of, config, (grad_ape_view, at), (high, 0), (low, 0))
     zero_rowless(
-        config, cu_seqlens, grad_kv_view, grad_score_view, segments, total_tokens, groups,
-        Int32(0), Int32(1), Int32(0), Int32(1),
+        config,
+        cu_seqlens,
+        grad_kv_view,
+        grad_score_view,
+        segments,
+        total_tokens,
+        groups,
+        Int32(0),
+        Int32(1),
+        Int32(0),
+        Int32(1),
     )
 
 

@@ -26,22 +26,40 @@ def zero_group(config: Constexpr, grad_kv: cute.Tensor, grad_score: cute.Tensor,
 
 @cute.jit
 def zero_after_last(
-    config: Constexpr, grad_kv: cute.Tensor, grad_score: cute.Tensor, place: Place, segment_end: Int32
+    config: Constexpr,
+    grad_kv: cute.Tensor,
+    grad_score: cute.Tensor,
+    place: Place,
+    segment_end: Int32,
+    lane: Int32,
+    lanes: Int32,
 ) -> None:
-    """What a segment's last row leaves over in its column group; nothing where `segment_end` is −1: not the last."""
+    """What a segment's last row leaves over in its column group; nothing where `segment_end` is −1: not the last.
+
+    `lane` of `lanes` threads that share the column group takes every lanes-th token.
+    """
     if segment_end >= 0:
         if cutlass.const_expr(config.coff == 2):
-            for k in cutlass.range(config.ratio):
+            for k in cutlass.range(lane, config.ratio, lanes):
                 zero_group(config, grad_kv, grad_score, (place.token + k) * 2 * place.groups + place.group)
-        for tail in cutlass.range(place.token + config.ratio, segment_end):
+        for tail in cutlass.range(place.token + config.ratio + lane, segment_end, lanes):
             for half in cutlass.range_constexpr(config.coff):
                 zero_group(config, grad_kv, grad_score, (tail * config.coff + half) * place.groups + place.group)
 
 
 @cute.jit
 def zero_rowless(
-    config: Constexpr, cu_seqlens: cute.Tensor, grad_kv: cute.Tensor, grad_score: cute.Tensor,
-    segments: Int32, total_tokens: Int32, groups: Int32, worker: Int32, workers: Int32, lane: Int32, lanes: Int32,
+    config: Constexpr,
+    cu_seqlens: cute.Tensor,
+    grad_kv: cute.Tensor,
+    grad_score: cute.Tensor,
+    segments: Int32,
+    total_tokens: Int32,
+    groups: Int32,
+    worker: Int32,
+    workers: Int32,
+    lane: Int32,
+    lanes: Int32,
 ) -> None:
     """Worker `worker` of `workers` clears its segments shorter than `ratio` and its tokens past cu_seqlens[-1].
 

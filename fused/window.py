@@ -7,6 +7,7 @@ columns, the last half always the row's own block; without overlap there is only
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -15,6 +16,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32
 
 from .arith import (
     NEG_INF,
+    Group,
     Lane,
     add,
     apply,
@@ -58,13 +60,13 @@ def fragments(count: int, config: Config, dtype: type = Float32) -> cute.Tensor:
     return cute.make_rmem_tensor(cute.make_layout((count, config.vec), stride=(config.vec, 1)), dtype)
 
 
-def entry(config: Config, place: Place, half: int, k: Int32) -> Int32:
+def entry(config: Config, place: Place, half: int | Int32, k: Int32) -> Int32:
     """Index in kv of entry `k` of one half of a row's window."""
-    back = config.ratio if half < config.coff - 1 else 0
+    back = (config.coff - 1 - half) * config.ratio
     return ((place.token - back + k) * config.coff + half) * place.groups + place.group
 
 
-def ape_entry(config: Config, group: Int32, groups: Int32, half: int, k: Int32) -> Int32:
+def ape_entry(config: Config, group: Int32, groups: Int32, half: int | Int32, k: Int32) -> Int32:
     """Index in ape of the position bias of the same entry."""
     return (k * config.coff + half) * groups + group
 
@@ -124,7 +126,7 @@ def load_bias(config: Constexpr, ape: cute.Tensor, group: Int32, groups: Int32) 
     """ape for every entry of a window, (window, vec) fp32: the same in every row."""
     bias = fragments(config.window, config)
     for half in cutlass.range_constexpr(config.coff):
-        for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+        for k in cutlass.range(config.ratio, unroll_full=config.on_gpu):
             at = ape_entry(config, group, groups, half, k)
             cute.autovec_copy(ape[at, None], bias[half * config.ratio + k, None])
     return bias
@@ -136,10 +138,10 @@ def load_window(config: Constexpr, memory: cute.Tensor, place: Place) -> cute.Te
     window = fragments(config.window, config, storage(config))
     for half in cutlass.range_constexpr(config.coff):
         if _is_invalid(config, place, half):
-            for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+            for k in cutlass.range(config.ratio, unroll_full=config.on_gpu):
                 window[half * config.ratio + k, None].fill(0)
         else:
-            for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+            for k in cutlass.range(config.ratio, unroll_full=config.on_gpu):
                 cute.autovec_copy(memory[entry(config, place, half, k), None], window[half * config.ratio + k, None])
     return window
 
@@ -149,42 +151,47 @@ def softmax(config: Constexpr, scores: cute.Tensor, bias: cute.Tensor, place: Pl
     """Weights of a row's window, (window, vec) fp32, summed in softmax order; the logit of an invalid entry is −inf."""
     x = fragments(config.window, config)
     low, top = fragments(1, config), fragments(1, config)
-    for k in cutlass.range(config.window, unroll_full=config.unroll):
+    for k in cutlass.range(config.window, unroll_full=config.on_gpu):
         apply(add, config, (x, k), (scores, k), (bias, k))
     # Before −inf comes in: a weight of 0 is no hindrance to the fast division.
     cute.autovec_copy(x[0, None], low[0, None])
-    for k in cutlass.range(1, config.window, unroll_full=config.unroll):
+    for k in cutlass.range(1, config.window, unroll_full=config.on_gpu):
         apply(minimum, config, (low, 0), (low, 0), (x, k))
     for half in cutlass.range_constexpr(config.coff):
         if _is_invalid(config, place, half):
-            for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+            for k in cutlass.range(config.ratio, unroll_full=config.on_gpu):
                 x[half * config.ratio + k, None].fill(NEG_INF)
     cute.autovec_copy(x[0, None], top[0, None])
-    for k in cutlass.range(1, config.window, unroll_full=config.unroll):
+    for k in cutlass.range(1, config.window, unroll_full=config.on_gpu):
         apply(maximum, config, (top, 0), (top, 0), (x, k))
-    for k in cutlass.range(config.window, unroll_full=config.unroll):
+    for k in cutlass.range(config.window, unroll_full=config.on_gpu):
         apply(lambda a, b: exp(sub(a, b), config), config, (x, k), (x, k), (top, 0))
-    normalise(config, x, lane_sum(config, x), low, top)
+    normalise(config, config.window, x, lane_sum(config, x), low, top)
     return x
 
 
 @cute.jit
-def normalise(config: Constexpr, x: cute.Tensor, total: cute.Tensor, low: cute.Tensor, top: cute.Tensor) -> None:
-    """x /= total by IEEE division; on the GPU by three instructions an entry where no power is tiny."""
-    if cutlass.const_expr(config.target == "gpu"):
+def normalise(
+    config: Constexpr, count: Constexpr, x: cute.Tensor, total: cute.Tensor, low: cute.Tensor, top: cute.Tensor
+) -> None:
+    """x /= total for `count` entries, by IEEE division; in three instructions on the GPU where no power is tiny.
+
+    low and top are of the logits whose powers x holds, entries with a power of 0 aside.
+    """
+    if cutlass.const_expr(config.on_gpu):
         fast = Boolean(True)
         for c in cutlass.range_constexpr(config.vec):
             fast = fast & (low[0, c] - top[0, c] > FAST_DIVISION)
         if fast:
             r = fragments(1, config)
             apply(reciprocal, config, (r, 0), (total, 0))
-            for k in cutlass.range(config.window, unroll_full=True):
+            for k in cutlass.range(count, unroll_full=True):
                 apply(div_by, config, (x, k), (x, k), (total, 0), (r, 0))
         else:
-            for k in cutlass.range(config.window, unroll_full=True):
+            for k in cutlass.range(count, unroll_full=True):
                 apply(div, config, (x, k), (x, k), (total, 0))
     else:
-        for k in cutlass.range(config.window):
+        for k in cutlass.range(count):
             apply(div, config, (x, k), (x, k), (total, 0))
 
 
@@ -193,7 +200,7 @@ def lane_sum(config: Constexpr, terms: cute.Tensor) -> cute.Tensor:
     """Softmax order: lane x adds entries x, x + lanes, ... serially from +0; the lanes combine by a halving tree."""
     sums = fragments(config.softmax_lanes, config)
     sums.fill(0.0)
-    for k in cutlass.range(config.window, unroll_full=config.unroll):
+    for k in cutlass.range(config.window, unroll_full=config.on_gpu):
         apply(add, config, (sums, k % config.softmax_lanes), (sums, k % config.softmax_lanes), (terms, k))
     halving_tree(config, sums, config.softmax_lanes, 1)
     return sums
@@ -205,12 +212,12 @@ def pool_sum(config: Constexpr, weights: cute.Tensor, values: cute.Tensor) -> cu
     lanes = config.pool_lanes
     sums = fragments(4 * lanes, config)
     sums.fill(0.0)
-    for k in cutlass.range(config.window, unroll_full=config.unroll):
+    for k in cutlass.range(config.window, unroll_full=config.on_gpu):
         # The k-th entry is the (k // lanes)-th of lane k % lanes, so its accumulator is k // lanes % 4.
         at = k % (4 * lanes)
         apply(lambda s, p, v: add(s, mul(v, p)), config, (sums, at), (sums, at), (weights, k), (values, k))
     for a in cutlass.range_constexpr(1, 4):
-        for y in cutlass.range(lanes, unroll_full=config.unroll):
+        for y in cutlass.range(lanes, unroll_full=config.on_gpu):
             apply(add, config, (sums, y), (sums, y), (sums, a * lanes + y))
     halving_tree(config, sums, lanes, 1)
     return sums
@@ -221,7 +228,7 @@ def halving_tree(config: Constexpr, values: cute.Tensor, count: Constexpr, each:
     """Add run x + count/2 of `each` column groups to run x, halve `count`, repeat; the sums end in run 0."""
     for step in cutlass.range_constexpr(1, count.bit_length()):
         half = (count >> step) * each
-        for x in cutlass.range(half, unroll_full=config.unroll):
+        for x in cutlass.range(half, unroll_full=config.on_gpu):
             apply(add, config, (values, x), (values, x), (values, half + x))
 
 
@@ -233,49 +240,62 @@ def forward_row(
     scores, values = load_window(config, score, place), load_window(config, kv, place)
     pooled = pool_sum(config, softmax(config, scores, bias, place), values)
     rounded = fragments(1, config, storage(config))
-    apply(_same, config, (rounded, 0), (pooled, 0))
+    apply(same, config, (rounded, 0), (pooled, 0))
     cute.autovec_copy(rounded[0, None], out[row_entry(place), None])
 
 
 @cute.jit
 def backward_row(
-    config: Constexpr, kv: cute.Tensor, score: cute.Tensor, bias: cute.Tensor, grad_out: cute.Tensor,
-    grad_kv: cute.Tensor, grad_score: cute.Tensor, dscore: cute.Tensor, place: Place,
+    config: Constexpr,
+    kv: cute.Tensor,
+    score: cute.Tensor,
+    bias: cute.Tensor,
+    grad_out: cute.Tensor,
+    grad_kv: cute.Tensor,
+    grad_score: cute.Tensor,
+    dscore: cute.Tensor,
+    place: Place,
 ) -> None:
     """Write one row's column group of grad_kv and grad_score, and its fp32 dscore to `dscore`, (window, vec)."""
     scores, values = load_window(config, score, place), load_window(config, kv, place)
     go = fragments(1, config, storage(config))
     cute.autovec_copy(grad_out[row_entry(place), None], go[0, None])
     weights = softmax(config, scores, bias, place)
-    for k in cutlass.range(config.window, unroll_full=config.unroll):
-        apply(lambda g, v, p: mul(mul(g, v), p), config, (dscore, k), (go, 0), (values, k), (weights, k))
+    for k in cutlass.range(config.window, unroll_full=config.on_gpu):
+        apply(term_of, config, (dscore, k), (go, 0), (values, k), (weights, k))
     total = lane_sum(config, dscore)
     for half in cutlass.range_constexpr(config.coff):
         if _is_invalid(config, place, half):
-            for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+            for k in cutlass.range(config.ratio, unroll_full=config.on_gpu):
                 dscore[half * config.ratio + k, None].fill(0.0)
         else:
-            for k in cutlass.range(config.ratio, unroll_full=config.unroll):
+            for k in cutlass.range(config.ratio, unroll_full=config.on_gpu):
                 w = half * config.ratio + k
                 at = entry(config, place, half, k)
-                apply(_dscore, config, (dscore, w), (weights, w), (total, 0), (dscore, w))
-                _store_rounded(config, grad_score, at, _same, (dscore, w))
-                _store_rounded(config, grad_kv, at, _dkv, (go, 0), (weights, w))
+                apply(dscore_of, config, (dscore, w), (weights, w), (total, 0), (dscore, w))
+                store_rounded(config, grad_score, at, same, (dscore, w))
+                store_rounded(config, grad_kv, at, dkv_of, (go, 0), (weights, w))
 
 
-def _dscore(p: Lane, total: Lane, t: Lane) -> Lane:
+def term_of(go: Lane, v: Lane, p: Lane) -> Lane:
+    return mul(mul(go, v), p)
+
+
+def dscore_of(p: Lane, total: Lane, t: Lane) -> Lane:
     return not_negative_zero(fma(-p, total, t))
 
 
-def _dkv(go: Lane, p: Lane) -> Lane:
+def dkv_of(go: Lane, p: Lane) -> Lane:
     return not_negative_zero(mul(go, p))
 
 
-def _store_rounded(config: Config, memory: cute.Tensor, at: Int32, operation, *operands) -> None:
+def store_rounded(
+    config: Config, memory: cute.Tensor, at: Int32, operation: Callable[..., Lane], *operands: Group
+) -> None:
     rounded = fragments(1, config, storage(config))
     apply(operation, config, (rounded, 0), *operands)
     cute.autovec_copy(rounded[0, None], memory[at, None])
 
 
-def _same(a: Lane) -> Lane:
+def same(a: Lane) -> Lane:
     return a

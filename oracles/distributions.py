@@ -98,8 +98,11 @@ def make_inputs(
 
 
 class _Stream:
-    """The random bits of one operand. Each field has a Philox stream of its own and takes a fixed number of words per
-    element, so that an element's value depends on its place alone and not on how many are drawn at a time."""
+    """The random bits of one operand.
+
+    Each field has a Philox stream of its own and takes a fixed number of words per element, so that an element's value
+    depends on its place alone and not on how many are drawn at a time.
+    """
 
     def __init__(self, seed: int, operand: str) -> None:
         number = len(_FIELDS) * _OPERANDS.index(operand)

@@ -79,7 +79,9 @@ class Inputs:
 
     def to(self, device: torch.device | str) -> Inputs:
         """The same values on another device."""
-        moved: dict[str, Any] = {f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        moved: dict[str, Any] = {
+            f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)
+        }
         return replace(self, **moved)
 
 

@@ -83,7 +83,9 @@ class Problem:
                 raise ValueError(f"{name}: got {value}, need at least the {least} {what} of lens")
             object.__setattr__(self, name, value)
         if self.total_tokens > INT32_MAX:
-            raise ValueError(f"token_capacity: got {self.total_tokens} tokens, need at most {INT32_MAX} (int32 offsets)")
+            raise ValueError(
+                f"token_capacity: got {self.total_tokens} tokens, need at most {INT32_MAX} (int32 offsets)"
+            )
         if self.total_comp > self.rows and self.total_tokens < self.ratio:
             raise ValueError(
                 f"token_capacity: got {self.total_tokens} tokens, need at least ratio = {self.ratio}: "

@@ -67,6 +67,7 @@ class Gate:
 
     def run(self, inputs: Inputs, **options: Any) -> Result:
         """`csa_gate.fixtures.run.run` of the kernel."""
+        __tracebackhide__ = True
         self.require(inputs.problem)
         try:
             return run(self.kernel, inputs, **options)
@@ -78,13 +79,15 @@ class Gate:
 
         `poison` is what the buffers held, for the command that reproduces a failure.
         """
+        __tracebackhide__ = True
         # `csa_gate check` knows a kernel by its name on the command line and inputs by their seed.
         command = check_command(inputs, self._spec)
         reproduce = f"{command} --clause {clause} --poison {poison}" if command else self.command
         verdict = judge(self.contract, inputs, result, kernel=self._name, clauses=(clause,), reproduce=reproduce)
         if not verdict.checked:
             pytest.skip(f"{clause} has nothing to look at in this case")
-        verdict.check()
+        if not verdict:
+            raise AssertionError(verdict.message)
 
     def same(
         self,
@@ -99,24 +102,42 @@ class Gate:
         tokens: slice | None = None,
     ) -> None:
         """Hold two results to be the same bits: all outputs, or those named; arguments as in `judge.compare`."""
-        compare(
+        __tracebackhide__ = True
+        verdict = compare(
             clause, inputs, want, got, kernel=self._name, what=what,
             outputs=None if outputs is None else tuple(outputs), rows=rows, tokens=tokens, reproduce=self.command,
-        ).check()  # fmt: skip
+        )  # fmt: skip
+        if not verdict:
+            raise AssertionError(verdict.message)
 
-    def hold(self, clause: str, inputs: Inputs, got: Result, want: Result | None, what: str) -> None:
-        """Hold a result that came about in an unusual way, or from an unusual call, to all that is claimed of any.
+    def hold(
+        self,
+        clause: str,
+        inputs: Inputs,
+        got: Result,
+        what: str,
+        *,
+        plain: tuple[Inputs, Result],
+        want: Result | None = None,
+    ) -> None:
+        """Hold what came of an unusual call to all that is claimed of any.
 
-        First, where `want` is given, to its bits in those outputs that the kernel claims to repeat; then to every
-        clause of `SINGLE_RESULT`. Skips the test if the kernel claims none of these.
+        First, where `want` is given, to its bits in the outputs that the kernel claims to repeat; then to every clause
+        of `SINGLE_RESULT` that the kernel keeps in an ordinary call, `plain`: what it breaks there is no fault of
+        `clause`. Skips the test if the kernel claims none of these.
         """
+        __tracebackhide__ = True
         repeated = self.repeated if want is not None else ()
         if want is not None and repeated:
             self.same(clause, inputs, want, got, what, outputs=repeated)
-        verdict = judge(self.contract, inputs, got, kernel=self._name, reproduce=self.command)
+        verdict = judge(self.contract, inputs, got, kernel=self._name)
         if not repeated and not verdict.checked:
             pytest.skip(f"{self.kernel.name} claims neither to repeat itself nor anything of a single result here")
-        if not verdict:
+        if verdict:
+            return
+        kept = set(verdict.broken) - set(judge(self.contract, *plain, clauses=verdict.broken).broken)
+        if kept:
+            verdict = judge(self.contract, inputs, got, kernel=self._name, clauses=kept, reproduce=self.command)
             raise AssertionError(f"contract broken: {clause}, {what}\n{verdict.message}")
 
     @property
@@ -143,11 +164,11 @@ class Trial:
 
     def __init__(self, case: Case, distribution: str) -> None:
         self.case, self.distribution = case, distribution
-        self._done: dict[tuple[int, torch.device], tuple[Inputs, Result]] = {}
+        self._done: dict[tuple[str, torch.device], tuple[Inputs, Result]] = {}
 
     def run(self, gate: Gate) -> tuple[Inputs, Result]:
         """Inputs and outputs."""
-        key = (id(gate.kernel), gate.device)
+        key = (gate.kernel.name, gate.device)  # a fixture may make a new kernel for each test
         if key not in self._done:
             inputs = gate.inputs(self.case, self.distribution)
             self._done[key] = inputs, gate.run(inputs)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from csa_gate.fixtures.cases import ROW_PADDING, TOKEN_PADDING, Case
-from csa_gate.fixtures.derive import fill_padding_rows, fill_padding_tokens, part
+from csa_gate.fixtures.derive import fill_padding_rows, fill_padding_tokens
 from csa_gate.fixtures.marks import clause
 
 from .base import Gate, GateSuite, each
@@ -34,25 +34,23 @@ class RowPaddingSuite(GateSuite):
     @pytest.mark.parametrize("case", each(ROW_PADDING))
     def test_padding_gradients(self, gate: Gate, case: Case, fill: str) -> None:
         clean = gate.inputs(case)
-        spoiled = fill_padding_rows(clean, fill)
-        want = gate.run(fill_padding_rows(clean, "zero"))
+        spoiled, blank = fill_padding_rows(clean, fill), fill_padding_rows(clean, "zero")
+        want = gate.run(blank)
         what = f"with {fill} in grad_out of padding rows against zeros there"
-        gate.hold("row_padding", spoiled, gate.run(spoiled), want, what)
+        gate.hold("row_padding", spoiled, gate.run(spoiled), what, plain=(blank, want), want=want)
 
     @clause("row_padding")
     @pytest.mark.parametrize("growth", _GROWTH)
     @pytest.mark.parametrize("case", each(ROW_PADDING))
     def test_row_growth(self, gate: Gate, case: Case, growth: str) -> None:
         p = case.problem
-        case = replace(case, problem=replace(p, row_capacity=p.rows))
-        large = case.grown(rows=_more(growth, p.rows))
-        small, want = gate.inputs(case), gate.run(gate.inputs(case))
-        inputs = gate.inputs(large)
-        got = gate.run(inputs)
-        what = f"at {large.problem.total_comp} rows against {p.rows}"
-        outputs = [o for o in gate.repeated if o != "out" or gate.same_order(small.problem, large.problem)]
+        exact = replace(case, problem=replace(p, row_capacity=p.rows))
+        small, inputs = gate.inputs(exact), gate.inputs(exact.grown(rows=_more(growth, p.rows)))
+        want, got = gate.run(small), gate.run(inputs)
+        what = f"at {inputs.problem.total_comp} rows against {p.rows}"
+        outputs = [o for o in gate.repeated if o != "out" or gate.same_order(small.problem, inputs.problem)]
         gate.same("row_padding", inputs, want, got, what, outputs=outputs, rows=slice(p.rows))
-        gate.hold("row_padding", inputs, got, None, what)
+        gate.hold("row_padding", inputs, got, what, plain=(small, want))
 
 
 class TokenPaddingSuite(GateSuite):
@@ -62,24 +60,20 @@ class TokenPaddingSuite(GateSuite):
     @pytest.mark.parametrize("fill", _FILLS)
     @pytest.mark.parametrize("case", each(TOKEN_PADDING))
     def test_padding_tokens(self, gate: Gate, case: Case, fill: str) -> None:
-        clean = gate.inputs(case)
-        spoiled = fill_padding_tokens(clean, fill)
-        want = gate.run(fill_padding_tokens(clean, "zero"))
+        p, clean = case.problem, gate.inputs(case)
+        exact = gate.inputs(replace(case, problem=replace(p, token_capacity=p.tokens)))
+        spoiled, want = fill_padding_tokens(clean, fill), gate.run(fill_padding_tokens(clean, "zero"))
         what = f"with {fill} in kv and score of padding tokens against zeros there"
-        gate.hold("token_padding", spoiled, gate.run(spoiled), want, what)
+        gate.hold("token_padding", spoiled, gate.run(spoiled), what, plain=(exact, gate.run(exact)), want=want)
 
     @clause("token_padding")
     @pytest.mark.parametrize("growth", _GROWTH)
     @pytest.mark.parametrize("case", each(TOKEN_PADDING))
     def test_token_growth(self, gate: Gate, case: Case, growth: str) -> None:
         p = case.problem
-        case = replace(case, problem=replace(p, token_capacity=p.tokens))
-        want = gate.run(gate.inputs(case))
-        inputs = gate.inputs(case.grown(tokens=_more(growth, p.tokens)))
-        got = gate.run(inputs)
+        exact = replace(case, problem=replace(p, token_capacity=p.tokens))
+        small, inputs = gate.inputs(exact), gate.inputs(exact.grown(tokens=_more(growth, p.tokens)))
+        want, got = gate.run(small), gate.run(inputs)
         what = f"at {inputs.problem.total_tokens} tokens against {p.tokens}"
-        tokens = slice(p.tokens)
-        gate.same(
-            "token_padding", inputs, part(want, slice(None), tokens), got, what, outputs=gate.repeated, tokens=tokens
-        )
-        gate.hold("token_padding", inputs, got, None, what)
+        gate.same("token_padding", inputs, want, got, what, outputs=gate.repeated, tokens=slice(p.tokens))
+        gate.hold("token_padding", inputs, got, what, plain=(small, want))

@@ -19,25 +19,30 @@ class ReplaySuite(GateSuite):
     @pytest.mark.parametrize("turns", each(SHORTER))
     def test_shorter_call(self, gate: Gate, turns: Turns) -> None:
         """Outputs go to the beginning of what an earlier, longer call left."""
-        buffers = Buffers(turns.cases[0].problem, gate.device)
+        first = gate.inputs(turns.cases[0])
+        plain = first, gate.run(first)
+        buffers = Buffers(first.problem, gate.device)
         for case in turns.cases:
             inputs = gate.inputs(case)
             want = gate.run(inputs)
             got = gate.run(inputs, buffers=buffers.narrow(case.problem))
-            gate.hold("replay", inputs, got, want, f"{case.id} in used buffers against fresh ones")
+            what = f"{case.id} in used buffers against fresh ones"
+            gate.hold("replay", inputs, got, what, plain=plain, want=want)
 
     @clause("replay")
     @pytest.mark.parametrize("turns", each(TURNS))
     def test_same_tensors(self, gate: Gate, turns: Turns) -> None:
         """Data and offsets change in place, all shapes stay."""
-        stage = Stage(gate.inputs(turns.cases[0]))
-        buffers = Buffers(turns.cases[0].problem, gate.device)
+        first = gate.inputs(turns.cases[0])
+        plain = first, gate.run(first)
+        stage, buffers = Stage(first), Buffers(first.problem, gate.device)
         for case in turns.cases:
             inputs = gate.inputs(case)
             want = gate.run(inputs)
             staged = stage.load(inputs)
             got = gate.run(staged, buffers=buffers.narrow(case.problem))
-            gate.hold("replay", staged, got, want, f"{case.id!r} in used tensors against fresh ones")
+            what = f"{case.id!r} in used tensors against fresh ones"
+            gate.hold("replay", staged, got, what, plain=plain, want=want)
 
 
 class GraphSuite(GateSuite):
@@ -57,4 +62,4 @@ class GraphSuite(GateSuite):
             poison = ("nan", "random", "aa")[number % 3]
             staged, got = graph.replay(inputs, poison=poison, seed=number)
             what = f"{case.id!r} replayed in a graph captured with {captured!r}, against an eager call"
-            gate.hold("graph_replay", staged, got, want, what)
+            gate.hold("graph_replay", staged, got, what, plain=(inputs, want), want=want)

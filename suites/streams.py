@@ -9,7 +9,7 @@ import torch
 
 from csa_gate.fixtures.cases import TURNS, Case
 from csa_gate.fixtures.marks import clause
-from csa_gate.fixtures.replay import Stage, launch
+from csa_gate.fixtures.replay import Stage, launch, side_stream
 from csa_gate.fixtures.run import Buffers
 
 from .base import Gate, GateSuite, each
@@ -36,7 +36,8 @@ class StreamsSuite(GateSuite):
             stage.write(inputs)
             launch(gate.kernel, staged, buffers.result)
         stream.synchronize()
-        gate.hold("streams", staged, buffers.result, want, "on a side stream against the default one")
+        what = "on a side stream against the default one"
+        gate.hold("streams", staged, buffers.result, what, plain=(inputs, want), want=want)
 
     @clause("streams")
     @pytest.mark.parametrize("case", each(_CASES))
@@ -56,7 +57,8 @@ class StreamsSuite(GateSuite):
             del stage, staged
             _ = [torch.zeros(shape, dtype=dtype, device=gate.device) for shape, dtype in shapes]
         stream.synchronize()
-        gate.hold("streams", inputs, buffers.result, want, "with inputs freed and overwritten after the call")
+        what = "with inputs freed and overwritten after the call"
+        gate.hold("streams", inputs, buffers.result, what, plain=(inputs, want), want=want)
 
     @clause("streams")
     @pytest.mark.parametrize("case", each(_CASES))
@@ -71,12 +73,13 @@ class StreamsSuite(GateSuite):
             want = gate.run(inputs)
         got = gate.run(inputs)
         assert torch.cuda.current_device() == current, "the call changed the current device"
-        gate.hold("streams", inputs, got, want, "on a device that is not current against the current one")
+        what = "on a device that is not current against the current one"
+        gate.hold("streams", inputs, got, what, plain=(inputs, want), want=want)
 
 
 def _busy_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream that has tens of milliseconds of work to do, ordered after all that was queued before."""
-    stream = torch.cuda.Stream(device)
+    stream = side_stream(device)
     with torch.cuda.stream(stream):
         _keep_busy(device)  # the first time, the host waits for the library to load
         torch.cuda.synchronize(device)

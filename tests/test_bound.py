@@ -51,7 +51,7 @@ def whole(t: Tensor) -> Tensor:
 
 
 def rough_exp(x: Tensor) -> Tensor:
-    """exp with errors up to C_EXP ulp, signs alternating from entry to entry."""
+    """Exp with errors up to C_EXP ulp, signs alternating from entry to entry."""
     bits = x.double().exp().float().view(torch.int32)
     step = torch.tensor([C_EXP - 1, 1 - C_EXP]).int().repeat(x.shape[1])[: x.shape[1], None]
     return torch.where(bits > 2 * C_EXP, bits + step, bits).view(torch.float32).where(x != 0, 1.0)
@@ -165,7 +165,12 @@ def test_it_scales_with_the_data(exponent: int) -> None:
     bound, factor = error_bound(inputs), 2.0**exponent
     by_kv, by_go = (error_bound(scaled(inputs, **{name: exponent})) for name in ("kv", "grad_out"))
     one = torch.tensor(1.0).double()
-    expected = {"out": (factor, 1), "grad_kv": (1, factor), "grad_score": (factor, factor), "grad_ape": (factor, factor)}
+    expected = {
+        "out": (factor, 1),
+        "grad_kv": (1, factor),
+        "grad_score": (factor, factor),
+        "grad_ape": (factor, factor),
+    }
     for (name, a), (_, b), (_, c) in zip(bound.items(), by_kv.items(), by_go.items(), strict=True):
         torch.testing.assert_close(b, a * expected[name][0] * one, rtol=1e-12, atol=0.0)
         torch.testing.assert_close(c, a * expected[name][1] * one, rtol=1e-12, atol=0.0)
@@ -240,9 +245,13 @@ def one_window(score: list[float], kv: list[float], go: float, *, total_comp: in
     )
 
 
-def test_the_formula_in_numbers() -> None:
-    """Two entries, step by step in scalars."""
-    x, v, go, n = [1.0, 3.0], [2.0, -1.0], 4.0, 2
+@pytest.mark.parametrize(
+    ("unit", "half_ulps"),  # out = -0.64 units, grad_kv[0] = 0.48, grad_score[0] = 1.26 units
+    [(1.0, (2.0**-9, 2.0**-10, 2.0**-8)), (2.0**-131, (2.0**-134, 2.0**-10, 2.0**-134))],
+)
+def test_the_formula_in_numbers(unit: float, half_ulps: tuple[float, float, float]) -> None:
+    """Two entries, step by step in scalars; with kv so small, the terms of underflow are the main ones."""
+    x, v, go, n = [1.0, 3.0], [2.0 * unit, -1.0 * unit], 4.0, 2
     u = U * (1 + 2**-16)
     p = [math.exp(t) / sum(map(math.exp, x)) for t in x]
     a = [u * (abs(t) + abs(t - 3) + u * (abs(t) + 3)) for t in x]
@@ -264,13 +273,13 @@ def test_the_formula_in_numbers() -> None:
     e_dscore += 4 * (1 + abs(v[0]) + abs(out)) * ETA
     inputs = one_window(x, v, go)
     fine, bound = error_bound(inputs, output_dtype=torch.float32), error_bound(inputs)
-    close = {"rel": 1e-8}  # where the tensors subtract nearly equal numbers, u is good to 2^-29 of itself
-    assert fine.out.item() == pytest.approx(e_out, **close)
-    assert fine.grad_kv[0].item() == pytest.approx(e_dkv, **close)
-    assert fine.grad_score[0].item() == pytest.approx(e_dscore, **close)
-    assert fine.grad_ape[0].item() == pytest.approx(e_dscore, **close)
-    assert bound.out.item() == pytest.approx(2.0**-9 + e_out, **close)  # out = -0.64, in [1/2, 1)
-    assert bound.grad_kv[0].item() == pytest.approx(2.0**-10 + e_dkv, **close)  # 0.48, in [1/4, 1/2)
+    errors = (e_out, e_dkv, e_dscore)
+    for result, rounding in ((fine, (0.0, 0.0, 0.0)), (bound, half_ulps)):
+        got = (result.out.item(), result.grad_kv[0].item(), result.grad_score[0].item())
+        for value, error, half_ulp in zip(got, errors, rounding, strict=True):
+            # 1e-8: where fp64 subtracts nearly equal numbers, it leaves u correct to about 2^-29.
+            assert math.isclose(value, error + half_ulp, rel_tol=1e-8, abs_tol=0.0)
+    assert math.isclose(fine.grad_ape[0].item(), e_dscore, rel_tol=1e-8, abs_tol=0.0)
     assert bound.grad_ape[0].item() == fine.grad_ape[0].item()
 
 
@@ -325,7 +334,7 @@ def test_a_towering_logit_leaves_it_tight() -> None:
     assert bound.grad_kv[1].item() < 2.0**-130  # exactly 0
     assert broken(rounded(Variant()(inputs)), fp64(inputs), bound) == NONE
     towers = error_bound(one_window([2.0**40, 2.0**40], [1, 100], 1), output_dtype=torch.float32)
-    assert towers.out.item() == pytest.approx(101, rel=32 * U)  # weights may be anything in [0, 1]
+    assert math.isclose(towers.out.item(), 101, rel_tol=32 * U)  # weights may be anything in [0, 1]
 
 
 def test_logits_that_overflow_fp32_have_no_bound() -> None:

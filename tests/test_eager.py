@@ -102,8 +102,9 @@ def pair(seed: int = 0) -> tuple[Inputs, list[Tensor]]:
 
 
 def by_steps(kv: Tensor, weights: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a region that multiplies and sums in bf16 makes of fp32 softmax weights: out, grad_kv, fp32 grad_score, and
-    how far grad_score may be off.
+    """What a region that multiplies and sums in bf16 makes of fp32 softmax weights.
+
+    Returns out, grad_kv, fp32 grad_score, and how far grad_score may be off.
 
     PyTorch computes it as t - p S or as (g - S) p, with t = g p and S their sum. To first order in u = 2^-24 either
     is off by 2u |t| + 4u p sum |t|, so two of them by twice that; 1 % is for the higher orders.

@@ -61,9 +61,9 @@ BAD: list[tuple[str, Callable[[Any], Any], str]] = [
     ("cu_seqlens", lambda t: t[:0], r"cu_seqlens: got 0 offsets, need the number of segments \+ 1"),
     ("cu_seqlens", lambda t: t[None], r"cu_seqlens: got shape \(1, 3\), need 1 dimensions"),
     ("cu_seqlens_comp", lambda t: t[1:], r"cu_seqlens_comp: got shape \(2,\), need \(3,\)"),
-    ("ratio", lambda r: 0, r"ratio: got 0, need an integer from 1 to 32"),
-    ("ratio", lambda r: 33, r"ratio: got 33, need an integer from 1 to 32"),
-    ("ratio", lambda r: 4.0, r"ratio: got 4\.0, need an integer from 1 to 32"),
+    ("ratio", lambda r: 0, r"ratio: got 0, need an integer from 1 to 256"),
+    ("ratio", lambda r: 257, r"ratio: got 257, need an integer from 1 to 256"),
+    ("ratio", lambda r: 4.0, r"ratio: got 4\.0, need an integer from 1 to 256"),
     ("coff", lambda c: 3, r"coff: got 3, need 1 or 2"),
     ("exp", lambda e: "fast", r"exp: got 'fast', need 'native' or 'portable'"),
     ("exp", lambda e: "native", r"exp: got 'native' for tensors on cpu, need 'portable' there"),
@@ -86,7 +86,9 @@ def _ids(table: list[tuple[str, Any, str]]) -> list[str]:
 
 
 def _is_refused(call: Callable[..., Any], arguments: dict[str, Any], name: str, spoil: Any, text: str) -> None:
-    before = {n: bit_pattern(t).clone() for n, t in arguments.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    before = {
+        n: bit_pattern(t).clone() for n, t in arguments.items() if isinstance(t, Tensor) and t.is_floating_point()
+    }
     with pytest.raises(ValueError, match=text):
         call(**arguments | {name: spoil(arguments.get(name))})
     for n, pattern in before.items():
@@ -125,7 +127,10 @@ def test_results_are_the_buffers() -> None:
     """Both calls return the buffers they wrote."""
     forward, backward = forward_arguments(), backward_arguments()
     assert compress_forward(**forward) is forward["out"]
-    assert all(a is backward[n] for a, n in zip(compress_backward(**backward), ("grad_kv", "grad_score", "grad_ape"), strict=True))
+    assert all(
+        a is backward[n]
+        for a, n in zip(compress_backward(**backward), ("grad_kv", "grad_score", "grad_ape"), strict=True)
+    )
     assert not torch.isnan(forward["out"]).any()
     assert not any(torch.isnan(backward[f"grad_{n}"]).any() for n in ("kv", "score", "ape"))
 

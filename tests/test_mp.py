@@ -6,7 +6,6 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from math import inf, nan
@@ -20,7 +19,7 @@ from csa_gate.oracles.bits import classes, same_bits
 from csa_gate.oracles.bound import error_bound
 from csa_gate.oracles.distributions import DISTRIBUTIONS, make_inputs
 from csa_gate.oracles.eager import eager
-from csa_gate.oracles.enclosure import BF16, FP32, FP64, Format, Interval, certify, exp_interval, round_raw
+from csa_gate.oracles.enclosure import BF16, FP32, FP64, Format, Interval, Raw, certify, exp_interval, round_raw
 from csa_gate.oracles.fp64 import fp64
 from csa_gate.oracles.inputs import Inputs, Result
 from csa_gate.oracles.mp import mp
@@ -31,11 +30,6 @@ PACK = Problem((9, 1, 0, 6), ratio=2, coff=2, head_dim=3, row_capacity=9, token_
 DENSE = Problem((7,), ratio=3, coff=1, head_dim=2)
 LONG = Problem((40,), ratio=16, coff=2, head_dim=1)
 FORMATS = {torch.bfloat16: BF16, torch.float32: FP32, torch.float64: FP64}
-
-FAR = -(2.0**100)  # a logit whose weight is positive, but out of reach of any working precision
-E = 2.0**-7  # one bf16 ulp of 1
-TINY = 2.0**-133  # the least bf16
-MAX = float(torch.finfo(torch.bfloat16).max)
 
 
 # The formulas evaluated afresh, slowly, with 2000 bits and Python's exact fractions.
@@ -121,227 +115,6 @@ def test_exact_results_come_out_exactly() -> None:
     assert all(bool((t != 0).any()) for _, t in got.items())
 
 
-# Ties, one window or one column at a time.
-
-
-def one_window(score: Sequence[float], kv: Sequence[float], go: float) -> Inputs:
-    """A single row of one column over all the tokens, with a zero ape."""
-    return rows(len(score), [(score, kv, go)])
-
-
-def rows(ratio: int, windows: Sequence[tuple[Sequence[float], Sequence[float], float]]) -> Inputs:
-    """One column without overlap; a window is (scores, kv, incoming gradient)."""
-    p = Problem((ratio * len(windows),), ratio, 1, 1)
-
-    def column(values: list[float]) -> torch.Tensor:
-        exact = torch.tensor(values, dtype=torch.float64)[:, None]
-        cast = exact.to(torch.bfloat16)
-        assert torch.equal(cast.double().nan_to_num(), exact.nan_to_num()), "a value that is not bf16"
-        return cast
-
-    return Inputs(
-        p,
-        kv=column([v for _, kv, _ in windows for v in kv]),
-        score=column([s for score, _, _ in windows for s in score]),
-        ape=torch.zeros((ratio, 1)),
-        grad_out=column([go for _, _, go in windows]),
-        cu_seqlens=torch.from_numpy(p.cu_seqlens.copy()),
-        cu_seqlens_comp=torch.from_numpy(p.cu_seqlens_comp.copy()),
-    )
-
-
-def assert_value(got: torch.Tensor, want: float) -> None:
-    assert same_bits(got, torch.tensor(want, dtype=torch.float64).to(got.dtype)), f"got {got.item()!r}, want {want!r}"
-
-
-OUT_TIES = [
-    ("tie to even below", [0, 0], [1, 1 + E], 1),
-    ("tie to even above", [0, 0], [1 + E, 1 + 2 * E], 1 + 2 * E),
-    ("the tie of equal logits at any place", [FAR, FAR], [1, 1 + E], 1),
-    ("a hair above the tie", [0, 0, FAR], [1, 1 + E, 2], 1 + E),
-    ("a hair below the tie", [0, 0, FAR], [1 + E, 1 + 2 * E, 0], 1 + E),
-    ("a hair above, negative", [0, 0, FAR], [-1, -1 - E, -1], -1),
-    ("a hair below, negative", [0, 0, FAR], [-1, -1 - E, -2], -1 - E),
-    ("the nearer of two hairs decides", [0, 2 * FAR, 0, FAR], [1, 0, 1 + E, 2], 1 + E),
-    ("hairs of one length that cancel leave the next", [0, FAR, 0, FAR, 2 * FAR], [1, 2, 1 + E, E, 2], 1 + E),
-    ("a third of an ulp", [0, 0, 0], [1, 1, 1 + E], 1),
-    ("a sixth of the least above the tie", [0] * 6, [2, 2, 1 + E, 1, 2 * E, TINY], 1 + E),
-    ("subnormal tie, down", [0, 0], [TINY, 0], 0),
-    ("subnormal tie, up", [0, 0], [TINY, 2 * TINY], 2 * TINY),
-    ("a hair above half the least", [0, 0, FAR], [TINY, 0, 1], TINY),
-    ("negative tie at zero is +0", [0, 0], [-TINY, 0], 0),
-    ("negative and below the least is +0", [0, FAR], [0, -1], 0),
-    ("the largest", [0, 1], [MAX, MAX], MAX),
-    ("the largest at both ends", [0, 0], [MAX, -MAX], 0),
-]
-
-
-@pytest.mark.parametrize(("score", "kv", "want"), [c[1:] for c in OUT_TIES], ids=[c[0] for c in OUT_TIES])
-def test_out_at_ties(score: list[float], kv: list[float], want: float) -> None:
-    assert_value(mp(one_window(score, kv, 0)).out[0, 0], want)
-
-
-@pytest.mark.parametrize(
-    ("score", "go", "want"),
-    [
-        ([0, 0], 3 * TINY, 2 * TINY),
-        ([0, 0], TINY, 0),
-        ([0, 0], -TINY, 0),
-        ([0, 0, FAR], 3 * TINY, TINY),  # the weight is a hair below 1/2
-        ([0, 0, FAR], -3 * TINY, -TINY),
-        ([0, 0, FAR], TINY, 0),
-        ([FAR, 0], 1, 0),
-        ([0, FAR], MAX, MAX),
-        ([0, 0, 0], 3, 1),
-    ],
-)
-def test_grad_kv_at_ties(score: list[float], go: float, want: float) -> None:
-    assert_value(mp(one_window(score, [1] * len(score), go)).grad_kv[0, 0], want)
-
-
-# grad_score of the first entry. With weights 1/2, 1/2 and a hair h for c, go = 1: ((a - b) + h (b - c)) / 4 to first
-# order, and (a - b) (1 + h) / (2 + h)^2 < (a - b) / 4 if b = c. In all but the last group (a - b) / 4 is a tie.
-LOW, MIDDLE, HIGH = 0.5, 0.5 + E / 2, 0.5 + E
-SCORE_TIES = [
-    ("tie to even below", [0, 0], [1, -1 - E], LOW),
-    ("tie to even above", [0, 0], [1 + E, -1 - 2 * E], HIGH),
-    ("a hair above", [0, 0, FAR], [1, -1 - E, -2], MIDDLE),
-    ("a hair below", [0, 0, FAR], [1 + E, -1 - 2 * E, 0], MIDDLE),
-    ("a hair below, of second order", [0, 0, FAR], [1 + E, -1 - 2 * E, -1 - 2 * E], MIDDLE),
-    ("a hair above, negative", [0, 0, FAR], [-1 - E, 1 + 2 * E, 0], -MIDDLE),
-    ("equal values", [0, 0.5, -3], [3, 3, 3], 0),
-    ("a mean that is exact", [0, 0, 0], [1, 0, 2], 0),
-    ("a mean that is exact with irrational weights", [0, 1, 1], [1, 0, 2], 0),
-    ("negative and below the least is +0", [0, FAR], [0, 1], 0),
-    ("overflow", [0, 0], [MAX, -MAX], inf),
-    ("negative overflow", [0, 0], [-MAX, MAX], -inf),
-]
-
-
-@pytest.mark.parametrize(("score", "kv", "want"), [c[1:] for c in SCORE_TIES], ids=[c[0] for c in SCORE_TIES])
-def test_grad_score_at_ties(score: list[float], kv: list[float], want: float) -> None:
-    go = MAX if abs(want) == inf else 1
-    assert_value(mp(one_window(score, kv, go)).grad_score[0, 0], want)
-
-
-def half(value: float) -> tuple[list[float], list[float], float]:
-    """A row of two entries with grad_score[0] = value, rational."""
-    return [0, 0], [4, 0], value
-
-
-def hair(sign: float, far: float = FAR) -> tuple[list[float], list[float], float]:
-    """A row of two entries with a grad_score[0] of this sign and irrational, less than any working precision sees."""
-    return [0, far], [1, 0], sign
-
-
-U = 2.0**-24  # half an fp32 ulp of 1
-APE_TIES = [
-    ("tie to even below", [half(1), half(U)], 1),
-    ("tie to even above", [half(1), half(3 * U)], 1 + 4 * U),
-    ("a hair above", [half(1), hair(1), half(U)], 1 + 2 * U),
-    ("a hair below", [half(1), hair(-1), half(3 * U)], 1 + 2 * U),
-    ("two unlike hairs above", [half(1), half(U), hair(1), hair(1, 2 * FAR)], 1 + 2 * U),
-    ("two unlike hairs below", [half(1), half(3 * U), hair(-1), hair(-1, 2 * FAR)], 1 + 2 * U),
-    ("two like hairs that cancel", [half(1), half(3 * U), hair(-1), hair(1)], 1 + 4 * U),
-    ("irrational rows that cancel", [half(1), ([0, 1], [1, 0], 1), half(U), ([3, 4], [0, -1], -1)], 1),
-    ("rows that cancel to zero", [([0, 1], [1, 0], 1), ([0.5, 1.5], [1, 0], -1)], 0),
-    ("overflow", [half(MAX), half(MAX)], inf),
-]
-
-
-@pytest.mark.parametrize(("windows", "want"), [c[1:] for c in APE_TIES], ids=[c[0] for c in APE_TIES])
-def test_grad_ape_at_ties(windows: list[tuple[list[float], list[float], float]], want: float) -> None:
-    assert_value(mp(rows(2, windows)).grad_ape[0, 0], want)
-
-
-def test_grad_ape_merges_rows_whose_denominators_are_proportional() -> None:
-    """(1 + e) and 2 (1 + e): the two irrational rows cancel, what remains is a tie."""
-    pair = [([0, 1, -inf, -inf], [1, 0, 0, 0], 1), ([0, 0, 1, 1], [1, 1, 0, 0], -2)]
-    ties = [([0, 0, 0, 0], [4, 0, 0, 4], value) for value in (0.5, 0.5 * U)]
-    only = mp(rows(4, ties)).grad_ape[0, 0]
-    assert_value(only, 0.25)
-    assert_value(mp(rows(4, [ties[0], *pair, ties[1]])).grad_ape[0, 0], 0.25)
-
-
-def test_what_cannot_be_decided_is_an_error() -> None:
-    """1 - (1 + e) / (1 + e)^2 (1 + e) is 0, but across denominators; 257/256 is a bf16 tie."""
-    one = 1 << 149
-    first = ({0: 1}, {0: 1, -one: 1})
-    minus_first = ({0: -1, -one: -1}, {0: 1, -one: 2, -2 * one: 1})
-    tie = ({0: 257}, {0: 256})
-    with pytest.raises(ArithmeticError, match="2 irrational terms is too close to a tie of bf16"):
-        certify([first, minus_first, tie], 0, BF16)
-    assert certify([first, minus_first, ({0: 256}, {0: 256})], 0, BF16) == 0x3F80  # no tie: nothing to decide
-
-
-# Inf and NaN.
-
-NONFINITE = [  # score, kv, go; out, grad_kv, grad_score (None: any finite value)
-    ([-inf, -inf], [1, 2], 1, nan, [nan, nan], [nan, nan]),
-    ([inf, 0], [1, 2], 1, nan, [nan, nan], [nan, nan]),
-    ([nan, -inf], [1, 2], 0, nan, [nan, nan], [nan, nan]),
-    ([-inf, 0], [1, 2], 3, 2, [0, 3], [0, 0]),
-    ([-inf, 0], [inf, 2], 3, nan, [0, 3], [nan, nan]),
-    ([-inf, 0], [1, 2], inf, 2, [nan, inf], [nan, nan]),
-    ([0, 0], [inf, 2], 3, inf, [1.5, 1.5], [nan, -inf]),
-    ([0, 0], [2, -inf], -3, -inf, [-1.5, -1.5], [-inf, nan]),
-    ([0, 0], [inf, -inf], 3, nan, [1.5, 1.5], [nan, nan]),
-    ([0, 0], [inf, 1], 0, inf, [0, 0], [nan, nan]),
-    ([0, 0], [nan, 2], 3, nan, [1.5, 1.5], [nan, nan]),
-    ([0, 0], [1, 2], inf, 1.5, [inf, inf], [nan, nan]),
-    ([0, 0], [0, 2], -inf, 1, [-inf, -inf], [nan, nan]),
-    ([0, 0], [1, 2], nan, 1.5, [nan, nan], [nan, nan]),
-    ([0, -200], [1, inf], 3, nan, [3, 0], [nan, nan]),  # the second weight rounds to zero in fp32
-    ([0, -80], [1, inf], -3, inf, [-3, None], [inf, nan]),
-]
-
-
-@pytest.mark.parametrize(("score", "kv", "go", "out", "dkv", "dscore"), NONFINITE)
-def test_inf_and_nan(
-    score: list[float], kv: list[float], go: float, out: float, dkv: list[float | None], dscore: list[float]
-) -> None:
-    """Each case by hand; the eager reference has Inf and NaN in the same places."""
-    inputs = one_window(score, kv, go)
-    got, reference = mp(inputs), eager(inputs)
-    assert_value(got.out[0, 0], out)
-    for tensor, wants in ((got.grad_kv, dkv), (got.grad_score, dscore), (got.grad_ape, dscore)):
-        for element, want in zip(tensor[:, 0], wants, strict=True):
-            if want is None:
-                assert torch.isfinite(element)
-            else:
-                assert_value(element, want)
-    for (name, a), (_, b) in zip(got.items(), reference.items(), strict=True):
-        assert torch.equal(classes(a), classes(b)), name
-
-
-@pytest.mark.parametrize("distribution", ["masked", "nonfinite"])
-def test_inf_and_nan_stand_where_the_eager_reference_has_them(distribution: str) -> None:
-    """Save in windows where score + ape overflows fp32, which is finite here."""
-    p = Problem((30, 3, 9), 4, 2, 8, row_capacity=12)
-    inputs = make_inputs(p, 2, distribution)
-    x = logits(inputs.score, inputs.ape.double(), p)
-    lost = (x.isfinite() & x.float().isinf()).any(1)
-    kept = Result(
-        ~lost, *(torch.ones(inputs.kv.shape, dtype=torch.bool) for _ in range(2)), torch.ones_like(inputs.ape).bool()
-    )
-    for mask in (kept.grad_kv, kept.grad_score):
-        scatter(~lost[:, None].expand(x.shape), p, mask)
-    kept.grad_ape.copy_(scatter_ape(~lost[: p.rows].any(0).expand(p.window, -1), p))
-    got, reference = mp(inputs), eager(inputs)
-    for (name, a), (_, b), (_, mask) in zip(got.items(), reference.items(), kept.items(), strict=True):
-        assert torch.equal(classes(a)[mask], classes(b)[mask]), name
-        assert bool((classes(a)[mask] != 0).any()), name
-
-
-def test_finite_inputs_whose_fp32_intermediates_overflow_have_finite_results() -> None:
-    """Score + ape = 2^129 (1 - 2^-8) in both entries: weights 1/2."""
-    inputs = one_window([MAX, MAX], [1, 2], 2)
-    inputs.ape.fill_(MAX)
-    got = mp(inputs)
-    assert_value(got.out[0, 0], 1.5)
-    assert_value(got.grad_score[1, 0], 0.5)
-
-
 # Structure.
 
 
@@ -419,6 +192,24 @@ def test_without_gmpy2() -> None:
 # The other oracles.
 
 
+@pytest.mark.parametrize("distribution", ["masked", "nonfinite"])
+def test_inf_and_nan_stand_where_the_eager_reference_has_them(distribution: str) -> None:
+    """Save in windows where score + ape overflows fp32, which is finite here."""
+    p = Problem((30, 3, 9), 4, 2, 8, row_capacity=12)
+    inputs = make_inputs(p, 2, distribution)
+    x = logits(inputs.score, inputs.ape.double(), p)
+    lost = (x.isfinite() & x.float().isinf()).any(1)
+    in_tokens = [torch.ones(inputs.kv.shape, dtype=torch.bool) for _ in range(2)]
+    kept = Result(~lost, in_tokens[0], in_tokens[1], torch.ones(inputs.ape.shape, dtype=torch.bool))
+    for mask in (kept.grad_kv, kept.grad_score):
+        scatter(~lost[:, None].expand(x.shape), p, mask)
+    kept.grad_ape.copy_(scatter_ape(~lost[: p.rows].any(0).expand(p.window, -1), p))
+    got, reference = mp(inputs), eager(inputs)
+    for (name, a), (_, b), (_, mask) in zip(got.items(), reference.items(), kept.items(), strict=True):
+        assert torch.equal(classes(a)[mask], classes(b)[mask]), name
+        assert bool((classes(a)[mask] != 0).any()), name
+
+
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_fp64_agrees(distribution: str) -> None:
     """To 1e-13 of the scale of the error bound: the fp32 bound over its unit roundoff."""
@@ -448,9 +239,21 @@ def test_mp_is_within_the_error_bound(distribution: str) -> None:
 # The parts.
 
 
-def value_of(raw: tuple[int, int, int, int]) -> Fraction:
+def test_what_cannot_be_decided_is_an_error() -> None:
+    """1 - (1 + e) / (1 + e)^2 (1 + e) is 0, but across denominators; 257/256 is a bf16 tie."""
+    one = 1 << 149
+    first = ({0: 1}, {0: 1, -one: 1})
+    minus_first = ({0: -1, -one: -1}, {0: 1, -one: 2, -2 * one: 1})
+    tie = ({0: 257}, {0: 256})
+    with pytest.raises(ArithmeticError, match="2 irrational terms is too close to a tie of bf16"):
+        certify([first, minus_first, tie], 0, BF16)
+    assert certify([first, minus_first, ({0: 256}, {0: 256})], 0, BF16) == 0x3F80  # no tie: nothing to decide
+
+
+def value_of(raw: Raw) -> Fraction:
     sign, man, exp, _ = raw
-    return (-1) ** sign * int(man) * Fraction(2) ** exp
+    size = int(man) * Fraction(2) ** exp
+    return -size if sign else size
 
 
 @pytest.mark.parametrize("to", [BF16, FP32, FP64], ids=lambda f: f.name)

@@ -1,0 +1,68 @@
+"""What the threads of a block share, and the sum of grad_ape over the leaves."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from .ape import accumulate, sum_leaves, total_of
+from .arith import apply
+from .config import LEAF_LANES, LEAF_ROWS
+from .window import fragments, locate
+
+LEAF_COLUMNS = 32  # columns of grad_ape that one block sums over the leaves
+
+
+@cute.jit
+def locate_rows(
+    config: Constexpr, cu_seqlens: cute.Tensor, cu_seqlens_comp: cute.Tensor, segments: Int32, start: Int32, step: int
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """`locate` for the rows of the block, start, start + step, ..., in shared memory; the block must synchronise."""
+    tx, ty, _ = cute.arch.thread_idx()
+    thread = ty * config.schedule.threads_x + tx
+    smem = SmemAllocator()
+    layout = cute.make_layout(config.schedule.rows)
+    codes, ends = smem.allocate_tensor(Int32, layout, 16), smem.allocate_tensor(Int32, layout, 16)
+    if thread < config.schedule.rows:
+        code, end = locate(config, cu_seqlens, cu_seqlens_comp, segments, start + thread * step)
+        codes[thread] = code
+        ends[thread] = end
+    return codes, ends
+
+
+@cute.kernel
+def grad_ape_kernel(
+    cu_seqlens_comp: cute.Tensor,
+    leaves: cute.Tensor,
+    grad_ape: cute.Tensor,
+    segments: Int32,
+    size: Int32,
+    parts: Constexpr,
+    config: Constexpr,
+) -> None:
+    """One block sums `LEAF_COLUMNS` columns of grad_ape; a leaf comes in `parts` parts."""
+    tx, lane, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    at = block * LEAF_COLUMNS + tx
+    slots = cutlass.const_expr(LEAF_LANES * LEAF_COLUMNS)
+    layout = cute.make_layout((slots, 1), stride=(1, 1))
+    smem = SmemAllocator()
+    high, low = smem.allocate_tensor(Float32, layout, 16), smem.allocate_tensor(Float32, layout, 16)
+    own_high, own_low = fragments(1, config), fragments(1, config)
+    own_high.fill(0.0)
+    own_low.fill(0.0)
+    if at < size:
+        count = (cu_seqlens_comp[segments] + LEAF_ROWS - 1) // LEAF_ROWS
+        sum_leaves(config, leaves, count, parts, size, at, lane, own_high, own_low, Int32(0))
+    slot = lane * LEAF_COLUMNS + tx
+    cute.autovec_copy(own_high[0, None], high[slot, None])
+    cute.autovec_copy(own_low[0, None], low[slot, None])
+    for step in cutlass.range_constexpr(1, LEAF_LANES.bit_length()):
+        cute.arch.sync_threads()
+        if lane < LEAF_LANES >> step:
+            other = slot + (LEAF_LANES >> step) * LEAF_COLUMNS
+            accumulate(config, high, low, slot, (high, other), (low, other))
+    if lane == 0 and at < size:
+        apply(total_of, config, (grad_ape, at), (high, slot), (low, slot))

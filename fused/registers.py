@@ -1,0 +1,135 @@
+"""GPU kernels that keep a row's window in the registers of one thread a column group: for short windows."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from .arith import add, apply
+from .block import locate_rows
+from .config import LEAF_ROWS
+from .gaps import zero_after_last, zero_rowless
+from .window import ape_entry, backward_row, forward_row, fragments, halving_tree, load_bias, place_of
+
+STAGED_ENTRIES = 8  # window entries of a leaf that pass through shared memory at a time
+
+
+@cute.kernel
+def forward_kernel(
+    kv: cute.Tensor,
+    score: cute.Tensor,
+    ape: cute.Tensor,
+    cu_seqlens: cute.Tensor,
+    cu_seqlens_comp: cute.Tensor,
+    out: cute.Tensor,
+    segments: Int32,
+    total_comp: Int32,
+    groups: Int32,
+    column_blocks: Int32,
+    config: Constexpr,
+) -> None:
+    shape = config.schedule
+    tx, ty, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    start = block // column_blocks * shape.rows
+    group = block % column_blocks * shape.threads_x + tx
+    codes, _ = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, start, 1)
+    # A thread past the last column computes the last one's bias, which it does not use.
+    bias = load_bias(config, ape, cutlass.min(group, groups - 1), groups)
+    cute.arch.sync_threads()
+    for i in cutlass.range(shape.rows_each):
+        local = i * shape.threads_y + ty
+        row = start + local
+        if row < total_comp and group < groups:
+            forward_row(config, kv, score, bias, out, place_of(row, codes[local], group, groups))
+
+
+@cute.kernel
+def backward_kernel(
+    kv: cute.Tensor,
+    score: cute.Tensor,
+    ape: cute.Tensor,
+    cu_seqlens: cute.Tensor,
+    cu_seqlens_comp: cute.Tensor,
+    grad_out: cute.Tensor,
+    grad_kv: cute.Tensor,
+    grad_score: cute.Tensor,
+    leaves: cute.Tensor,
+    segments: Int32,
+    total_tokens: Int32,
+    total_comp: Int32,
+    leaf_blocks: Int32,
+    rowless_blocks: Int32,
+    groups: Int32,
+    column_blocks: Int32,
+    config: Constexpr,
+) -> None:
+    shape = config.schedule
+    tx, ty, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    if block < leaf_blocks:
+        leaf = block // column_blocks
+        group = block % column_blocks * shape.threads_x + tx
+        codes, ends = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, leaf * LEAF_ROWS, 1)
+        bias = load_bias(config, ape, cutlass.min(group, groups - 1), groups)
+        rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
+        cute.arch.sync_threads()
+        total, dscore = fragments(config.window, config), fragments(config.window, config)
+        total.fill(0.0)
+        # A thread's rows are half a leaf apart: the first step of the halving tree.
+        for i in cutlass.range(shape.rows_each):
+            local = i * shape.threads_y + ty
+            row = leaf * LEAF_ROWS + local
+            if row < rows and group < groups:
+                place = place_of(row, codes[local], group, groups)
+                backward_row(config, kv, score, bias, grad_out, grad_kv, grad_score, dscore, place)
+                zero_after_last(config, grad_kv, grad_score, place, ends[local], Int32(0), Int32(1))
+                for k in cutlass.range(config.window, unroll_full=True):
+                    apply(add, config, (total, k), (total, k), (dscore, k))
+        _block_sum(config, total, leaves, leaf, group, groups)
+    else:
+        zero_rowless(
+            config,
+            cu_seqlens,
+            grad_kv,
+            grad_score,
+            segments,
+            total_tokens,
+            groups,
+            (block - leaf_blocks) * shape.threads_y + ty,
+            rowless_blocks * shape.threads_y,
+            tx,
+            Int32(shape.threads_x),
+        )
+
+
+@cute.jit
+def _block_sum(
+    config: Constexpr, total: cute.Tensor, leaves: cute.Tensor, leaf: Int32, group: Int32, groups: Int32
+) -> None:
+    """Halving tree over the block's row lanes, a few window entries at a time; writes the leaf's sums."""
+    shape = config.schedule
+    tx, ty, _ = cute.arch.thread_idx()
+    staged = cutlass.const_expr(min(config.window, STAGED_ENTRIES))
+    slots = staged * shape.threads_x
+    layout = cute.make_layout((shape.threads_y * slots, config.vec), stride=(config.vec, 1))
+    shared = SmemAllocator().allocate_tensor(Float32, layout, 16)
+    sums = fragments(shape.threads_y, config)
+    for start in cutlass.range_constexpr(0, config.window, staged):
+        for e in cutlass.range_constexpr(staged):
+            if cutlass.const_expr(start + e < config.window):
+                cute.autovec_copy(total[start + e, None], shared[ty * slots + e * shape.threads_x + tx, None])
+        cute.arch.sync_threads()
+        for e in cutlass.range(ty, staged, shape.threads_y):
+            w = start + e
+            if w < config.window and group < groups:
+                for y in cutlass.range(shape.threads_y, unroll_full=True):
+                    cute.autovec_copy(shared[y * slots + e * shape.threads_x + tx, None], sums[y, None])
+                halving_tree(config, sums, shape.threads_y, 1)
+                at = leaf * config.window * groups + ape_entry(
+                    config, group, groups, w // config.ratio, w % config.ratio
+                )
+                cute.autovec_copy(sums[0, None], leaves[at, None])
+        cute.arch.sync_threads()

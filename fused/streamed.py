@@ -1,0 +1,308 @@
+"""GPU kernels whose block shares a row's window: a thread has every `threads_y`-th entry of one column group.
+
+What a sum needs in order, powers, products or gradient terms, passes through one plane of shared memory, (window *
+threads_x, vec) fp32; the serial sums are read from there by one thread a column group and lane. Windows of any length.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Constexpr, Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from .arith import NEG_INF, add, apply, exp, maximum, minimum, mul, storage, sub
+from .block import locate_rows
+from .config import LEAF_ROWS, Config
+from .gaps import zero_after_last, zero_rowless
+from .window import (
+    Place,
+    ape_entry,
+    dkv_of,
+    dscore_of,
+    entry,
+    fragments,
+    normalise,
+    place_of,
+    row_entry,
+    same,
+    store_rounded,
+    term_of,
+)
+
+SUM_UNROLL = 16  # shared-memory loads of a serial sum in flight
+
+
+def own_entries(config: Config) -> int:
+    """Window entries of one thread, at most."""
+    return -(-config.window // config.schedule.threads_y)
+
+
+def shared_memory(config: Config) -> tuple[cute.Tensor, cute.Tensor]:
+    """The plane, and one slot a column group for each thread and each lane of a sum."""
+    smem, shape = SmemAllocator(), config.schedule
+    lanes = max(shape.threads_y, config.softmax_lanes, 4 * config.pool_lanes)
+    return tuple(
+        smem.allocate_tensor(Float32, cute.make_layout((n * shape.threads_x, config.vec), stride=(config.vec, 1)), 16)
+        for n in (config.window, lanes)
+    )
+
+
+def _exists(config: Config, place: Place, w: Int32) -> Boolean:
+    """Whether the window has an entry `w`, in these columns, and it is valid."""
+    valid = (w < config.window) & (place.group < place.groups)
+    if config.coff == 2:
+        valid = valid & ((w >= config.ratio) | (place.first == Boolean(False)))
+    return valid
+
+
+@cute.jit
+def load_own(config: Constexpr, memory: cute.Tensor, place: Place, ty: Int32) -> cute.Tensor:
+    """The thread's entries of a window of kv or score, (own, vec) in `storage`; 0 where there is none."""
+    own = fragments(own_entries(config), config, storage(config))
+    own.fill(0)
+    for i in cutlass.range(own_entries(config), unroll_full=True):
+        w = i * config.schedule.threads_y + ty
+        if _exists(config, place, w):
+            cute.autovec_copy(memory[entry(config, place, w // config.ratio, w % config.ratio), None], own[i, None])
+    return own
+
+
+@cute.jit
+def load_own_bias(config: Constexpr, ape: cute.Tensor, group: Int32, groups: Int32, ty: Int32) -> cute.Tensor:
+    """ape for the thread's entries, (own, vec) fp32; 0 where there is none."""
+    bias = fragments(own_entries(config), config)
+    bias.fill(0.0)
+    for i in cutlass.range(own_entries(config), unroll_full=True):
+        w = i * config.schedule.threads_y + ty
+        if w < config.window and group < groups:
+            at = ape_entry(config, group, groups, w // config.ratio, w % config.ratio)
+            cute.autovec_copy(ape[at, None], bias[i, None])
+    return bias
+
+
+@cute.jit
+def to_plane(config: Constexpr, own: cute.Tensor, plane: cute.Tensor, tx: Int32, ty: Int32) -> None:
+    """Put the thread's entries where the serial sums read them, and synchronise."""
+    for i in cutlass.range(own_entries(config), unroll_full=True):
+        w = i * config.schedule.threads_y + ty
+        if w < config.window:
+            cute.autovec_copy(own[i, None], plane[w * config.schedule.threads_x + tx, None])
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def plane_sum(
+    config: Constexpr, plane: cute.Tensor, sums: cute.Tensor, lanes: Constexpr, pooling: Constexpr, tx: Int32, ty: Int32
+) -> cute.Tensor:
+    """The sum over the plane in softmax order of `lanes` lanes, or in reduction order of lanes / 4, for all threads."""
+    width = config.schedule.threads_x
+    total = fragments(1, config)
+    term = fragments(1, config)
+    for lane in cutlass.range(ty, lanes, config.schedule.threads_y):
+        total.fill(0.0)
+        for w in cutlass.range(lane, config.window, lanes, unroll=SUM_UNROLL):
+            cute.autovec_copy(plane[w * width + tx, None], term[0, None])
+            apply(add, config, (total, 0), (total, 0), (term, 0))
+        cute.autovec_copy(total[0, None], sums[lane * width + tx, None])
+    cute.arch.sync_threads()
+    rest = cutlass.const_expr(lanes)
+    if cutlass.const_expr(pooling):
+        rest = cutlass.const_expr(lanes // 4)
+        for a in cutlass.range_constexpr(1, 4):
+            _fold(config, sums, rest, a, tx, ty)
+    for step in cutlass.range_constexpr(1, rest.bit_length()):
+        _fold(config, sums, rest >> step, 1, tx, ty)
+    cute.autovec_copy(sums[tx, None], total[0, None])
+    cute.arch.sync_threads()
+    return total
+
+
+@cute.jit
+def _fold(config: Constexpr, sums: cute.Tensor, count: Constexpr, by: Constexpr, tx: Int32, ty: Int32) -> None:
+    """Add sum x + by * count to sum x, for the first `count`, and synchronise."""
+    width = config.schedule.threads_x
+    for x in cutlass.range(ty, count, config.schedule.threads_y):
+        apply(add, config, (sums, x * width + tx), (sums, x * width + tx), (sums, (x + by * count) * width + tx))
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def own_weights(
+    config: Constexpr,
+    scores: cute.Tensor,
+    bias: cute.Tensor,
+    plane: cute.Tensor,
+    sums: cute.Tensor,
+    place: Place,
+    tx: Int32,
+    ty: Int32,
+) -> cute.Tensor:
+    """The softmax weights of the thread's entries, (own, vec) fp32."""
+    count = cutlass.const_expr(own_entries(config))
+    width = config.schedule.threads_x
+    x = fragments(count, config)
+    low, top, other = fragments(1, config), fragments(1, config), fragments(1, config)
+    for i in cutlass.range(count, unroll_full=True):
+        apply(add, config, (x, i), (scores, i), (bias, i))
+    cute.autovec_copy(x[0, None], low[0, None])
+    for i in cutlass.range(1, count, unroll_full=True):
+        apply(minimum, config, (low, 0), (low, 0), (x, i))
+    for i in cutlass.range(count, unroll_full=True):
+        if _exists(config, place, i * config.schedule.threads_y + ty) == Boolean(False):
+            x[i, None].fill(NEG_INF)
+    cute.autovec_copy(x[0, None], top[0, None])
+    for i in cutlass.range(1, count, unroll_full=True):
+        apply(maximum, config, (top, 0), (top, 0), (x, i))
+    cute.autovec_copy(top[0, None], sums[ty * width + tx, None])
+    cute.arch.sync_threads()
+    for y in cutlass.range(config.schedule.threads_y, unroll_full=True):
+        cute.autovec_copy(sums[y * width + tx, None], other[0, None])
+        apply(maximum, config, (top, 0), (top, 0), (other, 0))
+    for i in cutlass.range(count, unroll_full=True):
+        apply(lambda a, b: exp(sub(a, b), config), config, (x, i), (x, i), (top, 0))
+    to_plane(config, x, plane, tx, ty)
+    normalise(config, count, x, plane_sum(config, plane, sums, config.softmax_lanes, False, tx, ty), low, top)
+    return x
+
+
+@cute.kernel
+def forward_kernel(
+    kv: cute.Tensor,
+    score: cute.Tensor,
+    ape: cute.Tensor,
+    cu_seqlens: cute.Tensor,
+    cu_seqlens_comp: cute.Tensor,
+    out: cute.Tensor,
+    segments: Int32,
+    total_comp: Int32,
+    groups: Int32,
+    column_blocks: Int32,
+    config: Constexpr,
+) -> None:
+    """A block pools `rows_each` rows, one after the other."""
+    shape = config.schedule
+    tx, ty, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    start = block // column_blocks * shape.rows
+    group = block % column_blocks * shape.threads_x + tx
+    codes, _ = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, start, 1)
+    plane, sums = shared_memory(config)
+    bias = load_own_bias(config, ape, group, groups, ty)
+    cute.arch.sync_threads()
+    for local in cutlass.range(shape.rows):
+        row = start + local
+        if row < total_comp:
+            place = place_of(row, codes[local], group, groups)
+            scores, values = load_own(config, score, place, ty), load_own(config, kv, place, ty)
+            terms = own_weights(config, scores, bias, plane, sums, place, tx, ty)
+            for i in cutlass.range(own_entries(config), unroll_full=True):
+                apply(mul, config, (terms, i), (values, i), (terms, i))
+            to_plane(config, terms, plane, tx, ty)
+            pooled = plane_sum(config, plane, sums, 4 * config.pool_lanes, True, tx, ty)
+            if ty == 0 and group < groups:
+                store_rounded(config, out, row_entry(place), same, (pooled, 0))
+
+
+@cute.kernel
+def backward_kernel(
+    kv: cute.Tensor,
+    score: cute.Tensor,
+    ape: cute.Tensor,
+    cu_seqlens: cute.Tensor,
+    cu_seqlens_comp: cute.Tensor,
+    grad_out: cute.Tensor,
+    grad_kv: cute.Tensor,
+    grad_score: cute.Tensor,
+    leaves: cute.Tensor,
+    segments: Int32,
+    total_tokens: Int32,
+    total_comp: Int32,
+    leaf_blocks: Int32,
+    rowless_blocks: Int32,
+    groups: Int32,
+    column_blocks: Int32,
+    config: Constexpr,
+) -> None:
+    """A block takes one part of a leaf: rows `LEAF_ROWS / rows_each` apart, the first steps of the halving tree."""
+    shape = config.schedule
+    tx, ty, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    parts = cutlass.const_expr(shape.leaf_parts)
+    if block < leaf_blocks:
+        part = block // column_blocks
+        group = block % column_blocks * shape.threads_x + tx
+        start = part // parts * LEAF_ROWS + part % parts
+        codes, ends = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, start, parts)
+        plane, sums = shared_memory(config)
+        bias = load_own_bias(config, ape, group, groups, ty)
+        rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
+        total = fragments(own_entries(config), config)
+        total.fill(0.0)
+        cute.arch.sync_threads()
+        for local in cutlass.range(shape.rows_each):
+            row = start + local * parts
+            if row < rows:
+                place = place_of(row, codes[local], group, groups)
+                _backward_row(config, kv, score, bias, grad_out, grad_kv, grad_score, plane, sums, total, place, tx, ty)
+                if group < groups:
+                    lanes = Int32(shape.threads_y)
+                    zero_after_last(config, grad_kv, grad_score, place, ends[local], ty, lanes)
+        for i in cutlass.range(own_entries(config), unroll_full=True):
+            w = i * shape.threads_y + ty
+            if w < config.window and group < groups:
+                at = ape_entry(config, group, groups, w // config.ratio, w % config.ratio)
+                cute.autovec_copy(total[i, None], leaves[part * config.window * groups + at, None])
+    else:
+        zero_rowless(
+            config,
+            cu_seqlens,
+            grad_kv,
+            grad_score,
+            segments,
+            total_tokens,
+            groups,
+            (block - leaf_blocks) * shape.threads_y + ty,
+            rowless_blocks * shape.threads_y,
+            tx,
+            Int32(shape.threads_x),
+        )
+
+
+@cute.jit
+def _backward_row(
+    config: Constexpr,
+    kv: cute.Tensor,
+    score: cute.Tensor,
+    bias: cute.Tensor,
+    grad_out: cute.Tensor,
+    grad_kv: cute.Tensor,
+    grad_score: cute.Tensor,
+    plane: cute.Tensor,
+    sums: cute.Tensor,
+    total: cute.Tensor,
+    place: Place,
+    tx: Int32,
+    ty: Int32,
+) -> None:
+    """Write the gradients of the thread's entries of one row, and add their dscore to `total`."""
+    count = cutlass.const_expr(own_entries(config))
+    scores, values = load_own(config, score, place, ty), load_own(config, kv, place, ty)
+    go = fragments(1, config, storage(config))
+    go.fill(0)
+    if place.group < place.groups:
+        cute.autovec_copy(grad_out[row_entry(place), None], go[0, None])
+    weights = own_weights(config, scores, bias, plane, sums, place, tx, ty)
+    terms = fragments(count, config)
+    for i in cutlass.range(count, unroll_full=True):
+        apply(term_of, config, (terms, i), (go, 0), (values, i), (weights, i))
+    to_plane(config, terms, plane, tx, ty)
+    sum_of_terms = plane_sum(config, plane, sums, config.softmax_lanes, False, tx, ty)
+    for i in cutlass.range(count, unroll_full=True):
+        w = i * config.schedule.threads_y + ty
+        if _exists(config, place, w):
+            at = entry(config, place, w // config.ratio, w % config.ratio)
+            apply(dscore_of, config, (terms, i), (weights, i), (sum_of_terms, 0), (terms, i))
+            store_rounded(config, grad_score, at, same, (terms, i))
+            store_rounded(config, grad_kv, at, dkv_of, (go, 0), (weights, i))
+            apply(add, config, (total, i), (total, i), (terms, i))
