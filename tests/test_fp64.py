@@ -205,19 +205,19 @@ def test_bad_chunk(chunk_bytes: int) -> None:
 
 MEASURE = """
 import resource, torch
-from csa_gate.oracles import Problem
-from csa_gate.oracles.distributions import make_inputs
-from csa_gate.oracles.fp64 import fp64
+from csa_gate.oracles import Inputs, Problem, fp64
 torch.set_num_threads(1)
-inputs = make_inputs(Problem((16384,), 4, 2, 512), 0, "ties")
-with open("/proc/self/statm") as file:
-    before = int(file.read().split()[1]) * resource.getpagesize()
+p = Problem((16384,), 4, 2, 512)
+tokens, rows = (torch.ones((n, w), dtype=torch.bfloat16) for n, w in ((16384, 1024), (4096, 512)))
+inputs = Inputs(p, tokens, tokens, torch.ones(4, 1024), rows, *map(torch.from_numpy, (p.cu_seqlens, p.cu_seqlens_comp)))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
 fp64(inputs, chunk_bytes=2**23)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+print(peak() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak in KiB")
 def test_memory_is_flat() -> None:
     """At an eighth of 131,072 tokens x 512: the fp64 outputs, nine chunk tensors and 32 MiB of allocator slack.
 

@@ -549,3 +549,15 @@ def test_verdicts_are_data(inputs):
         field = dataclasses.fields(frozen)[0].name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(frozen, field, None)
+
+
+def test_an_order_that_pytorch_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result with the bits of the documented order that eager no longer has: the message blames the release."""
+    inputs = make_inputs(Problem((8,), 4, 1, 8), 0)
+    result = ordered(inputs)
+    moved = dataclasses.replace(result, out=result.out * 1.25)
+    monkeypatch.setitem(references.ORACLES, "eager", lambda _: moved)
+    verdict = judge(Contract(forward_bits="eager"), inputs, result)
+    assert f"it is PyTorch {torch.__version__} that sums in other orders" in verdict.message
+    wrong = dataclasses.replace(result, out=-result.out)
+    assert "it is PyTorch" not in judge(Contract(forward_bits="eager"), inputs, wrong).message
