@@ -9,10 +9,16 @@ from cutlass.memory import SmemAllocator
 
 from .ape import accumulate, sum_leaves, total_of
 from .arith import apply
-from .config import LEAF_LANES, LEAF_ROWS
+from .config import LEAF_LANES, LEAF_ROWS, Config
 from .window import fragments, locate
 
+
 LEAF_COLUMNS = 32  # columns of grad_ape that one block sums over the leaves
+
+
+def known_groups(config: Config, groups: Int32) -> Int32:
+    """Column groups of a row, as a constant where head_dim is compiled in."""
+    return groups if config.head_dim is None else Int32(config.head_dim // config.vec)
 
 
 @cute.jit

@@ -15,7 +15,18 @@ from torch import Tensor
 
 from . import cpu, gpu
 from .checks import Shape
-from .config import LEAF_ROWS, LONG_WINDOW, LOOP, SCALAR_WINDOW, Config, Direction, Exp, orders, schedule_of
+from .config import (
+    LEAF_ROWS,
+    LONG_WINDOW,
+    LOOP,
+    SCALAR_WINDOW,
+    STATIC_HEAD_DIMS,
+    Config,
+    Direction,
+    Exp,
+    orders,
+    schedule_of,
+)
 
 _LOCK = threading.Lock()  # the DSL compiles one function at a time
 CPU_VEC = 8
@@ -34,10 +45,11 @@ def configure(
     )
     rows = None if exp == "portable" else shape.total_comp
     softmax_lanes, pool_lanes = orders(window, shape.head_dim, rows)
-    schedule = LOOP
+    schedule, head_dim = LOOP, None
     if device.type == "cuda":
         schedule = schedule_of(direction, window, shape.head_dim // vec, shape.total_comp)
-    return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, schedule)
+        head_dim = shape.head_dim if shape.head_dim in STATIC_HEAD_DIMS else None
+    return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, schedule, head_dim)
 
 
 def forward(config: Config, shape: Shape, tensors: list[Tensor]) -> None:

@@ -12,8 +12,11 @@ Family = Literal["loop", "registers", "streamed"]
 LEAF_ROWS = 32  # consecutive rows that one leaf of the dape tree sums
 LEAF_LANES = 32  # running sums that the leaves are dealt to
 MAX_RATIO = 256
+# Longest window: columns and shares of a block, and blocks a multiprocessor in the backward.
+STREAMED_CUTS = {64: (32, 8, 1), 128: (16, 16, 3), 256: (16, 16, 2), 2 * MAX_RATIO: (8, 32, 1)}
 LONG_WINDOW = 32  # longer ones are streamed
 SCALAR_WINDOW = 16  # longer windows take one column a thread on the GPU, for their registers
+STATIC_HEAD_DIMS = (128, 512)  # of production: compiled in on the GPU; all others share a function
 MANY_THREADS = 1 << 18  # rows times column groups that fill a large device with four rows a thread, or with two
 
 
@@ -58,6 +61,7 @@ class Config:
     softmax_lanes, pool_lanes: the summation orders (see `orders`).
     exp: `native` (CUDA's expf) or `portable` (the same bits on every machine).
     schedule: how the work is cut, and so where it runs: `LOOP` is the CPU's.
+    head_dim: compiled in, for addresses that cost no instructions, or None to take any.
     """
 
     ratio: int
@@ -67,6 +71,7 @@ class Config:
     pool_lanes: int
     exp: Exp
     schedule: Schedule
+    head_dim: int | None
 
     @property
     def window(self) -> int:
@@ -86,10 +91,12 @@ def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Sc
     thread are `LEAF_ROWS`.
     """
     if window > LONG_WINDOW:
-        # Eight or 16 entries a thread, and a plane of at most 32 KiB.
-        columns, shares = (32, 16) if window <= 128 else (16, 32) if window <= 256 else (8, 32)
+        # Eight or 16 entries a thread, and a plane of at most 32 KiB. On an H200, us forward and backward, 65,536 tokens:
+        # window 64, d 128: 39 and 84; 128, d 512: 72 and 144; 256, d 128: 44 and 80; other cuts took up to twice that.
+        columns, shares, min_blocks = next(cut for longest, cut in STREAMED_CUTS.items() if window <= longest)
         columns = min(columns, 1 << (groups - 1).bit_length())
-        return Schedule("streamed", columns, shares, 1 if direction == "forward" else 2, 1)
+        rows_each, min_blocks = (1, 1) if direction == "forward" else (2, min_blocks)
+        return Schedule("streamed", columns, shares, rows_each, min_blocks)
     if window > SCALAR_WINDOW:
         return Schedule("registers", 32, 4, 1, 1) if direction == "forward" else Schedule("registers", 8, 32, 1, 1)
     if direction == "backward":

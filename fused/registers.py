@@ -8,7 +8,7 @@ from cutlass import Constexpr, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from .arith import add, apply
-from .block import locate_rows
+from .block import known_groups, locate_rows
 from .config import LEAF_ROWS
 from .gaps import zero_after_last, zero_rowless
 from .window import ape_entry, backward_row, forward_row, fragments, halving_tree, load_bias, place_of
@@ -31,6 +31,7 @@ def forward_kernel(
     config: Constexpr,
 ) -> None:
     shape = config.schedule
+    groups = known_groups(config, groups)
     tx, ty, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     start = block // column_blocks * shape.rows
@@ -67,6 +68,7 @@ def backward_kernel(
     config: Constexpr,
 ) -> None:
     shape = config.schedule
+    groups = known_groups(config, groups)
     tx, ty, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     if block < leaf_blocks:

@@ -12,7 +12,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from .arith import NEG_INF, add, apply, exp, maximum, minimum, mul, storage, sub
-from .block import locate_rows
+from .block import known_groups, locate_rows
 from .config import LEAF_ROWS, Config
 from .gaps import zero_after_last, zero_rowless
 from .window import (
@@ -48,23 +48,46 @@ def shared_memory(config: Config) -> tuple[cute.Tensor, cute.Tensor]:
     )
 
 
-def _exists(config: Config, place: Place, w: Int32) -> Boolean:
-    """Whether the window has an entry `w`, in these columns, and it is valid."""
-    valid = (w < config.window) & (place.group < place.groups)
-    if config.coff == 2:
-        valid = valid & ((w >= config.ratio) | (place.first == Boolean(False)))
-    return valid
+def _entry_of(config: Config, i: int, ty: Int32) -> tuple[int | Int32, int | Int32]:
+    """Half and place in it of a thread's i-th entry, the half at compile time where a stride never straddles two."""
+    w = i * config.schedule.threads_y
+    if config.ratio % config.schedule.threads_y == 0:
+        return w // config.ratio, w % config.ratio + ty
+    return (w + ty) // config.ratio, (w + ty) % config.ratio
+
+
+def _run_length(config: Config) -> int:
+    """Consecutive entries of a thread that exist together: those of a half, or each alone where strides straddle two."""
+    shares = config.schedule.threads_y
+    return config.ratio // shares if config.ratio % shares == 0 else 1
+
+
+def _exists(config: Config, place: Place, i: int, ty: Int32) -> Boolean:
+    """Whether a thread has an i-th entry, in these columns, and it is valid."""
+    exists = place.group < place.groups
+    if config.window % config.schedule.threads_y != 0:
+        exists = exists & (i * config.schedule.threads_y + ty < config.window)
+    half, _ = _entry_of(config, i, ty)
+    if config.coff == 1 or (isinstance(half, int) and half == 1):
+        return exists
+    if isinstance(half, int):
+        return exists & (place.first == Boolean(False))
+    return exists & ((half == 1) | (place.first == Boolean(False)))
 
 
 @cute.jit
 def load_own(config: Constexpr, memory: cute.Tensor, place: Place, ty: Int32) -> cute.Tensor:
     """The thread's entries of a window of kv or score, (own, vec) in `storage`; 0 where there is none."""
     own = fragments(own_entries(config), config, storage(config))
-    own.fill(0)
-    for i in cutlass.range(own_entries(config), unroll_full=True):
-        w = i * config.schedule.threads_y + ty
-        if _exists(config, place, w):
-            cute.autovec_copy(memory[entry(config, place, w // config.ratio, w % config.ratio), None], own[i, None])
+    run = cutlass.const_expr(_run_length(config))
+    for start in cutlass.range_constexpr(0, own_entries(config), run):
+        if _exists(config, place, start, ty):
+            for i in cutlass.range_constexpr(start, start + run):
+                half, k = _entry_of(config, i, ty)
+                cute.autovec_copy(memory[entry(config, place, half, k), None], own[i, None])
+        else:
+            for i in cutlass.range_constexpr(start, start + run):
+                own[i, None].fill(0)
     return own
 
 
@@ -72,12 +95,17 @@ def load_own(config: Constexpr, memory: cute.Tensor, place: Place, ty: Int32) ->
 def load_own_bias(config: Constexpr, ape: cute.Tensor, group: Int32, groups: Int32, ty: Int32) -> cute.Tensor:
     """ape for the thread's entries, (own, vec) fp32; 0 where there is none."""
     bias = fragments(own_entries(config), config)
-    bias.fill(0.0)
-    for i in cutlass.range(own_entries(config), unroll_full=True):
-        w = i * config.schedule.threads_y + ty
-        if w < config.window and group < groups:
-            at = ape_entry(config, group, groups, w // config.ratio, w % config.ratio)
-            cute.autovec_copy(ape[at, None], bias[i, None])
+    # Of a row that is no first block, so that all entries count.
+    place = Place(Int32(0), Int32(0), Boolean(False), group, groups)
+    run = cutlass.const_expr(_run_length(config))
+    for start in cutlass.range_constexpr(0, own_entries(config), run):
+        if _exists(config, place, start, ty):
+            for i in cutlass.range_constexpr(start, start + run):
+                half, k = _entry_of(config, i, ty)
+                cute.autovec_copy(ape[ape_entry(config, group, groups, half, k), None], bias[i, None])
+        else:
+            for i in cutlass.range_constexpr(start, start + run):
+                bias[i, None].fill(0.0)
     return bias
 
 
@@ -148,9 +176,11 @@ def own_weights(
     cute.autovec_copy(x[0, None], low[0, None])
     for i in cutlass.range(1, count, unroll_full=True):
         apply(minimum, config, (low, 0), (low, 0), (x, i))
-    for i in cutlass.range(count, unroll_full=True):
-        if _exists(config, place, i * config.schedule.threads_y + ty) == Boolean(False):
-            x[i, None].fill(NEG_INF)
+    run = cutlass.const_expr(_run_length(config))
+    for start in cutlass.range_constexpr(0, count, run):
+        if _exists(config, place, start, ty) == Boolean(False):
+            for i in cutlass.range_constexpr(start, start + run):
+                x[i, None].fill(NEG_INF)
     cute.autovec_copy(x[0, None], top[0, None])
     for i in cutlass.range(1, count, unroll_full=True):
         apply(maximum, config, (top, 0), (top, 0), (x, i))
@@ -182,6 +212,7 @@ def forward_kernel(
 ) -> None:
     """A block pools `rows_each` rows, one after the other."""
     shape = config.schedule
+    groups = known_groups(config, groups)
     tx, ty, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     start = block // column_blocks * shape.rows
@@ -226,6 +257,7 @@ def backward_kernel(
 ) -> None:
     """A block takes one part of a leaf: rows `LEAF_ROWS / rows_each` apart, the first steps of the halving tree."""
     shape = config.schedule
+    groups = known_groups(config, groups)
     tx, ty, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     parts = cutlass.const_expr(shape.leaf_parts)
@@ -235,7 +267,6 @@ def backward_kernel(
         start = part // parts * LEAF_ROWS + part % parts
         codes, ends = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, start, parts)
         plane, sums = shared_memory(config)
-        bias = load_own_bias(config, ape, group, groups, ty)
         rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
         total = fragments(own_entries(config), config)
         total.fill(0.0)
@@ -244,15 +275,19 @@ def backward_kernel(
             row = start + local * parts
             if row < rows:
                 place = place_of(row, codes[local], group, groups)
-                _backward_row(config, kv, score, bias, grad_out, grad_kv, grad_score, plane, sums, total, place, tx, ty)
+                _backward_row(config, kv, score, ape, grad_out, grad_kv, grad_score, plane, sums, total, place, tx, ty)
                 if group < groups:
                     lanes = Int32(shape.threads_y)
                     zero_after_last(config, grad_kv, grad_score, place, ends[local], ty, lanes)
-        for i in cutlass.range(own_entries(config), unroll_full=True):
-            w = i * shape.threads_y + ty
-            if w < config.window and group < groups:
-                at = ape_entry(config, group, groups, w // config.ratio, w % config.ratio)
-                cute.autovec_copy(total[i, None], leaves[part * config.window * groups + at, None])
+        # Of a row that is no first block, so that all entries count.
+        place = Place(Int32(0), Int32(0), Boolean(False), group, groups)
+        run = cutlass.const_expr(_run_length(config))
+        for first in cutlass.range_constexpr(0, own_entries(config), run):
+            if _exists(config, place, first, ty):
+                for i in cutlass.range_constexpr(first, first + run):
+                    half, k = _entry_of(config, i, ty)
+                    at = part * config.window * groups + ape_entry(config, group, groups, half, k)
+                    cute.autovec_copy(total[i, None], leaves[at, None])
     else:
         zero_rowless(
             config,
@@ -274,7 +309,7 @@ def _backward_row(
     config: Constexpr,
     kv: cute.Tensor,
     score: cute.Tensor,
-    bias: cute.Tensor,
+    ape: cute.Tensor,
     grad_out: cute.Tensor,
     grad_kv: cute.Tensor,
     grad_score: cute.Tensor,
@@ -292,17 +327,21 @@ def _backward_row(
     go.fill(0)
     if place.group < place.groups:
         cute.autovec_copy(grad_out[row_entry(place), None], go[0, None])
+    # Loaded for every row anew: held over the rows, it would cost a block.
+    bias = load_own_bias(config, ape, place.group, place.groups, ty)
     weights = own_weights(config, scores, bias, plane, sums, place, tx, ty)
     terms = fragments(count, config)
     for i in cutlass.range(count, unroll_full=True):
         apply(term_of, config, (terms, i), (go, 0), (values, i), (weights, i))
     to_plane(config, terms, plane, tx, ty)
     sum_of_terms = plane_sum(config, plane, sums, config.softmax_lanes, False, tx, ty)
-    for i in cutlass.range(count, unroll_full=True):
-        w = i * config.schedule.threads_y + ty
-        if _exists(config, place, w):
-            at = entry(config, place, w // config.ratio, w % config.ratio)
-            apply(dscore_of, config, (terms, i), (weights, i), (sum_of_terms, 0), (terms, i))
-            store_rounded(config, grad_score, at, same, (terms, i))
-            store_rounded(config, grad_kv, at, dkv_of, (go, 0), (weights, i))
-            apply(add, config, (total, i), (total, i), (terms, i))
+    run = cutlass.const_expr(_run_length(config))
+    for start in cutlass.range_constexpr(0, count, run):
+        if _exists(config, place, start, ty):
+            for i in cutlass.range_constexpr(start, start + run):
+                half, k = _entry_of(config, i, ty)
+                at = entry(config, place, half, k)
+                apply(dscore_of, config, (terms, i), (weights, i), (sum_of_terms, 0), (terms, i))
+                store_rounded(config, grad_score, at, same, (terms, i))
+                store_rounded(config, grad_kv, at, dkv_of, (go, 0), (weights, i))
+                apply(add, config, (total, i), (total, i), (terms, i))

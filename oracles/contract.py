@@ -50,6 +50,11 @@ class Contract:
     graph_replay: bool = False
     streams: bool = False
 
+    def __post_init__(self) -> None:
+        for name, values in _VALUES.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(f"{name}: got {value!r}, need one of {', '.join(map(repr, values))}")
+
     def claims(self, clause: str) -> bool:
         """Whether `clause` is claimed. Raises ValueError for a name that is no clause."""
         if clause not in CLAUSES:
@@ -57,4 +62,9 @@ class Contract:
         return bool(getattr(self, clause))
 
 
+_VALUES: dict[str, tuple[object, ...]] = {
+    "forward_bits": (None, "eager", "portable"),
+    "gradient_bits": (None, "eager", "portable"),
+    "dape_bits": (None, "native", "portable"),
+}
 CLAUSES: tuple[str, ...] = tuple(f.name for f in fields(Contract))

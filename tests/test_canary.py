@@ -9,7 +9,7 @@ import torch
 from csa_gate.fixtures.canary import ALIGN_BYTES, GUARD_BYTES, POISONS, Canary, MemoryFault, Snapshot, shift_inputs
 from csa_gate.fixtures.kernels import Kernel
 from csa_gate.fixtures.run import Buffers, run, run_backward, run_forward
-from csa_gate.oracles import Contract, Inputs, Problem
+from csa_gate.oracles import Contract, Inputs, Problem, make_inputs
 from csa_gate.oracles.bits import bit_pattern
 
 PROBLEM = Problem(lens=(9, 3), ratio=4, coff=2, head_dim=8)
@@ -276,3 +276,8 @@ def test_bad_arguments():
         ValueError, match=r"buffers: got buffers of Problem\(lens=\(8,\).*need those of Problem\(lens=\(9"
     ):
         run(Sevens(), make(), buffers=Buffers(other, "cpu"))
+
+
+def test_empty_inputs_from_numpy_are_no_fault() -> None:
+    """A problem without rows has empty tensors, which NumPy gives strides of its own."""
+    Snapshot(make_inputs(Problem((3, 2), 4, 2, 8))).check()

@@ -88,7 +88,7 @@ def test_command_of_a_failure_reproduces_it(pytester: pytest.Pytester, kind: str
     (report,) = run(pytester, kernel, [test])
     command = re.search(r"reproduce: python (.*)", report.longreprtext)
     assert command is not None
-    again = subprocess.run(f"{sys.executable} {command[1]}", shell=True, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(f"{sys.executable} {command[1]}", shell=True, capture_output=True, text=True, timeout=240)
     assert again.returncode == 1, again.stdout + again.stderr
     assert "contract broken" in again.stdout
 
@@ -135,7 +135,7 @@ def test_subclass_in_another_repository(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(DOWNSTREAM)
     tests = [f"test_mine.py::{c}::test_zero_slots" for c in ("TestAttribute", "TestFixture")]
     command = [sys.executable, "-m", "pytest", *tests, "-k", "tail", "-p", "no:cacheprovider", "--csa-device=cpu"]
-    session = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    session = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert session.returncode == 1
     assert "4 failed, 4 passed" in session.stdout
     assert "reproduce: python -m pytest " in session.stdout
