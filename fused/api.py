@@ -42,12 +42,12 @@ def compress_forward(
     Raises:
         ValueError: naming the argument, what came and what is needed; nothing is written then.
     """
-    shape = check_forward(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, out)
-    exp = _exp(exp, kv)
-    if shape.total_comp:
-        tensors = [kv, score, ape, cu_seqlens, cu_seqlens_comp, out]
-        config = compiled.configure("forward", ratio, coff, shape, exp, kv.device, [kv, score, ape, out])
-        compiled.forward(config, shape, tensors)
+    tensors = [kv, score, ape, cu_seqlens, cu_seqlens_comp, out]
+    if not compiled.rerun("forward", ratio, coff, exp, tensors):
+        shape = check_forward(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, out)
+        _check_exp(exp, kv)
+        if shape.total_comp:
+            compiled.run("forward", ratio, coff, shape, exp, tensors)
     return out
 
 
@@ -84,26 +84,23 @@ def compress_backward(
     Raises:
         ValueError: as `compress_forward`.
     """
-    shape = check_backward(
-        kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio, coff, grad_kv, grad_score, grad_ape
-    )
-    exp = _exp(exp, kv)
     gradients = (grad_kv, grad_score, grad_ape)
-    if not shape.total_comp:
-        for gradient in gradients:
-            gradient.zero_()
-        return gradients
     tensors = [kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, *gradients]
-    config = compiled.configure("backward", ratio, coff, shape, exp, kv.device, [kv, score, ape, grad_out, *gradients])
-    compiled.backward(config, shape, tensors)
+    if not compiled.rerun("backward", ratio, coff, exp, tensors):
+        shape = check_backward(
+            kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio, coff, grad_kv, grad_score, grad_ape
+        )
+        _check_exp(exp, kv)
+        if shape.total_comp:
+            compiled.run("backward", ratio, coff, shape, exp, tensors)
+        else:
+            for gradient in gradients:
+                gradient.zero_()
     return gradients
 
 
-def _exp(exp: Exp | None, kv: Tensor) -> Exp:
-    if exp is None:
-        return "native" if kv.is_cuda else "portable"
-    if exp not in ("native", "portable"):
+def _check_exp(exp: Exp | None, kv: Tensor) -> None:
+    if exp not in (None, "native", "portable"):
         raise ValueError(f"exp: got {exp!r}, need 'native' or 'portable'")
     if exp == "native" and not kv.is_cuda:
         raise ValueError(f"exp: got 'native' for tensors on {kv.device}, need 'portable' there")
-    return exp

@@ -146,7 +146,7 @@ def lanes_of(fragment: cute.Tensor, k: int | Int32, config: Config) -> Lanes:
     if config.on_gpu:
         if fragment.element_type is BFloat16 and config.vec % 2 == 0:
             return _halves(cute.recast_tensor(fragment, Uint32), k, config)
-        return [fragment[k, c].to(Float32) for c in range(config.vec)]
+        return [fragment[k, c].to(Float32) for c in config.columns]
     vector = fragment[k, None].load()
     if fragment.element_type is Float32:
         return [vector]
@@ -156,17 +156,18 @@ def lanes_of(fragment: cute.Tensor, k: int | Int32, config: Config) -> Lanes:
 def _halves(words: cute.Tensor, k: int | Int32, config: Config) -> Lanes:
     """bf16 pairs as fp32, one instruction a lane; the conversion that the compiler makes of `to` takes two."""
     lanes: Lanes = []
-    for c in range(config.vec // 2):
-        word = words[k, c]
-        lanes += [(word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)]
+    for c in config.columns:
+        word = words[k, c // 2]
+        half = word & Uint32(0xFFFF0000) if c % 2 else word << 16
+        lanes.append(half.bitcast(Float32))
     return lanes
 
 
 def put_lanes(fragment: cute.Tensor, k: int | Int32, lanes: Lanes, config: Config) -> None:
     """Write lanes to column group `k` of a (count, vec) tensor of fp32, or of bf16 rounded to nearest even."""
     if config.on_gpu:
-        for c in range(config.vec):
-            fragment[k, c] = lanes[c].to(fragment.element_type)
+        for c, lane in zip(config.columns, lanes, strict=True):
+            fragment[k, c] = lane.to(fragment.element_type)
     elif fragment.element_type is Float32:
         fragment[k, None].store(lanes[0])
     else:

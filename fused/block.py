@@ -12,7 +12,6 @@ from .arith import apply
 from .config import LEAF_LANES, LEAF_ROWS, Config
 from .window import fragments, locate
 
-
 LEAF_COLUMNS = 32  # columns of grad_ape that one block sums over the leaves
 
 

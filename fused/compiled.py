@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import cutlass.cute as cute
@@ -29,6 +28,8 @@ from .config import (
 )
 
 _LOCK = threading.Lock()  # the DSL compiles one function at a time
+_FUNCTIONS: dict[tuple[Direction, Config, int | None], Callable[..., None]] = {}
+_PLANS: dict[tuple[object, ...], Callable[[list[Tensor]], None]] = {}
 CPU_VEC = 8
 
 
@@ -52,53 +53,82 @@ def configure(
     return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, schedule, head_dim)
 
 
-def forward(config: Config, shape: Shape, tensors: list[Tensor]) -> None:
-    """Run forward on [kv, score, ape, cu_seqlens, cu_seqlens_comp, out]."""
-    _run("forward", config, shape, tensors)
+def rerun(direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors: list[Tensor]) -> bool:
+    """Repeat a call whose like has succeeded before, on CUDA; False if there is none, and then nothing was written.
+
+    What the key leaves open, dtypes, devices, strides, alignment and the other shapes, the compiled function checks
+    itself before it launches; its objections are left to the caller's own checks, which name the argument.
+    """
+    try:
+        kv = tensors[0]
+        plan = _PLANS.get((direction, ratio, coff, exp, kv.shape, tensors[3].shape, tensors[5].shape, kv.device))
+        if plan is None:
+            return False
+        plan(tensors)
+    except Exception:
+        return False
+    return True
 
 
-def backward(config: Config, shape: Shape, tensors: list[Tensor]) -> None:
-    """Run backward on [kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, grad_kv, grad_score, grad_ape]."""
-    kv, ape = tensors[0], tensors[2]
-    leaves = -(-shape.total_comp // LEAF_ROWS) * config.schedule.leaf_parts * ape.numel()
-    workspace = [torch.empty(leaves, dtype=torch.float32, device=kv.device)]
-    if not config.on_gpu:
-        workspace.append(torch.empty(LEAF_ROWS * config.window * config.vec, dtype=torch.float32))
-    _run("backward", config, shape, tensors + workspace)
+def run(direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp | None, tensors: list[Tensor]) -> None:
+    """Compile if need be, and run.
 
+    tensors: checked; [kv, score, ape, cu_seqlens, cu_seqlens_comp, out], or for backward [..., grad_out, grad_kv,
+    grad_score, grad_ape].
 
-def _run(direction: Direction, config: Config, shape: Shape, tensors: list[Tensor]) -> None:
-    device = tensors[0].device
+    Raises:
+        RuntimeError: the function is not compiled yet and a CUDA graph is being captured, which would break it.
+    """
+    kv = tensors[0]
+    chosen = exp or ("native" if kv.is_cuda else "portable")
+    config = configure(direction, ratio, coff, shape, chosen, kv.device, tensors[:3] + tensors[5:])
+    function = _compiled(direction, config, kv.device.index)
     sizes = (shape.segments, shape.total_tokens, shape.total_comp, shape.head_dim)
+    leaves = -(-shape.total_comp // LEAF_ROWS) * config.schedule.leaf_parts * tensors[2].numel()
     if not config.on_gpu:
-        function = _compiled(direction, config, None)
+        if direction == "backward":
+            tensors = [*tensors, torch.empty(leaves), torch.empty(LEAF_ROWS * config.window * config.vec)]
         function(*[_host_tensor(t) for t in tensors], *[Int32(n) for n in sizes])
         return
-    with torch.cuda.device(device):
-        _compiled(direction, config, device.index)(*tensors, *sizes)
+
+    def plan(tensors: list[Tensor]) -> None:
+        if direction == "backward":
+            tensors = [*tensors, torch.empty(leaves, dtype=torch.float32, device=kv_device)]
+        if torch.cuda.current_device() == kv_device.index:
+            function(*tensors, *sizes)
+        else:
+            with torch.cuda.device(kv_device):
+                function(*tensors, *sizes)
+
+    kv_device = kv.device
+    plan(tensors)
+    _PLANS[(direction, ratio, coff, exp, kv.shape, tensors[3].shape, tensors[5].shape, kv_device)] = plan
 
 
 def _compiled(direction: Direction, config: Config, device: int | None) -> Callable[..., None]:
-    with _LOCK:
-        return _compile(direction, config, device)
-
-
-@cache
-def _compile(direction: Direction, config: Config, device: int | None) -> Callable[..., None]:
     """The function of one configuration; one for each device, whose context holds the code."""
-    dtypes = [BFloat16, BFloat16, Float32, Int32, Int32, BFloat16]
-    if direction == "backward":
-        dtypes += [BFloat16, BFloat16, Float32, Float32]
+    key = (direction, config, device)
+    if key not in _FUNCTIONS:
+        if config.on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{direction} is not compiled for {config} yet, and a CUDA graph is being captured: "
+                "run it once before the capture"
+            )
+        with _LOCK:
+            if key not in _FUNCTIONS:
+                _FUNCTIONS[key] = _compile(direction, config)
+    return _FUNCTIONS[key]
+
+
+def _compile(direction: Direction, config: Config) -> Callable[..., None]:
     sizes = [Int32(1)] * 4
     if not config.on_gpu:
-        torch_dtypes = {BFloat16: torch.bfloat16, Float32: torch.float32, Int32: torch.int32}
-        samples = [torch.empty(2, dtype=torch_dtypes[d]) for d in dtypes]
+        dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.int32, torch.int32, torch.bfloat16]
         if direction == "backward":
-            samples.append(torch.empty(2))
-        return cute.compile(getattr(cpu, direction), *[_host_tensor(t) for t in samples], *sizes, config)
-    tensors = [_device_tensor(d, config.vec) for d in dtypes]
-    if direction == "backward":
-        tensors[-1] = make_fake_compact_tensor(Float32, (cute.sym_int64(),), assumed_align=16)
+            dtypes += [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.float32]
+        samples = [_host_tensor(torch.empty(2, dtype=dtype)) for dtype in dtypes]
+        return cute.compile(getattr(cpu, direction), *samples, *sizes, config)
+    tensors = _device_tensors(direction, config)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(getattr(gpu, direction), *tensors, *sizes, stream, config, options="--enable-tvm-ffi")
 
@@ -107,8 +137,18 @@ def _host_tensor(tensor: Tensor) -> Any:
     return from_dlpack(tensor.detach().reshape(-1)).mark_layout_dynamic()
 
 
-def _device_tensor(dtype: Any, vec: int) -> Any:
-    if dtype is Int32:
-        return make_fake_compact_tensor(dtype, (cute.sym_int32(),))
-    shape = (cute.sym_int32(), cute.sym_int32(divisibility=vec))
-    return make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=vec * dtype.width // 8)
+def _device_tensors(direction: Direction, config: Config) -> list[Any]:
+    """Stand-ins for the arguments; dimensions that must agree are one symbol, so the function compares them."""
+    tokens, rows, offsets = (cute.sym_int32() for _ in range(3))
+    width, head_dim = (cute.sym_int32(divisibility=config.vec) for _ in range(2))
+
+    def matrix(dtype: Any, *shape: Any) -> Any:
+        align = config.vec * dtype.width // 8
+        return make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=align)
+
+    kv, ape = (matrix(BFloat16, tokens, width), matrix(Float32, config.ratio, width))
+    cu = make_fake_compact_tensor(Int32, (offsets,))
+    tensors = [kv, kv, ape, cu, cu, matrix(BFloat16, rows, head_dim)]
+    if direction == "backward":
+        tensors += [kv, kv, ape, make_fake_compact_tensor(Float32, (cute.sym_int64(),), assumed_align=16)]
+    return tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Direction = Literal["forward", "backward"]
@@ -72,6 +72,16 @@ class Config:
     exp: Exp
     schedule: Schedule
     head_dim: int | None
+    column: int | None = None  # of a group, the one that arithmetic is about; None: all
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Columns of a group that GPU arithmetic is about."""
+        return tuple(range(self.vec)) if self.column is None else (self.column,)
+
+    def each_column(self) -> list[Config]:
+        """For each column of a group in turn, so that fewer registers are live; the host's vector has all at once."""
+        return [replace(self, column=c) for c in range(self.vec)] if self.on_gpu else [self]
 
     @property
     def window(self) -> int:
@@ -91,7 +101,7 @@ def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Sc
     thread are `LEAF_ROWS`.
     """
     if window > LONG_WINDOW:
-        # Eight or 16 entries a thread, and a plane of at most 32 KiB. On an H200, us forward and backward, 65,536 tokens:
+        # Eight or 16 entries a thread, and a plane of at most 32 KiB. Us forward and backward of 65,536 tokens on an H200:
         # window 64, d 128: 39 and 84; 128, d 512: 72 and 144; 256, d 128: 44 and 80; other cuts took up to twice that.
         columns, shares, min_blocks = next(cut for longest, cut in STREAMED_CUTS.items() if window <= longest)
         columns = min(columns, 1 << (groups - 1).bit_length())
@@ -99,9 +109,9 @@ def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Sc
         return Schedule("streamed", columns, shares, rows_each, min_blocks)
     if window > SCALAR_WINDOW:
         return Schedule("registers", 32, 4, 1, 1) if direction == "forward" else Schedule("registers", 8, 32, 1, 1)
-    if direction == "backward":
-        return Schedule("registers", 16, 16, 2, 2)
     many = rows * groups >= MANY_THREADS
+    if direction == "backward":
+        return Schedule("registers", 16, 32, 1, 2) if many and window <= 8 else Schedule("registers", 16, 16, 2, 2)
     return Schedule("registers", 32, 4, 4, 6) if many and window <= 8 else Schedule("registers", 32, 8, 1, 1)
 
 

@@ -57,7 +57,7 @@ def _entry_of(config: Config, i: int, ty: Int32) -> tuple[int | Int32, int | Int
 
 
 def _run_length(config: Config) -> int:
-    """Consecutive entries of a thread that exist together: those of a half, or each alone where strides straddle two."""
+    """Consecutive entries of a thread that exist together: a half's, or each alone where a stride straddles halves."""
     shares = config.schedule.threads_y
     return config.ratio // shares if config.ratio % shares == 0 else 1
 

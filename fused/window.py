@@ -180,7 +180,7 @@ def normalise(
     """
     if cutlass.const_expr(config.on_gpu):
         fast = Boolean(True)
-        for c in cutlass.range_constexpr(config.vec):
+        for c in config.columns:
             fast = fast & (low[0, c] - top[0, c] > FAST_DIVISION)
         if fast:
             r = fragments(1, config)
@@ -238,10 +238,10 @@ def forward_row(
 ) -> None:
     """Write one row's column group of out; `bias` as `load_bias` gives it."""
     scores, values = load_window(config, score, place), load_window(config, kv, place)
-    pooled = pool_sum(config, softmax(config, scores, bias, place), values)
-    rounded = fragments(1, config, storage(config))
-    apply(same, config, (rounded, 0), (pooled, 0))
-    cute.autovec_copy(rounded[0, None], out[row_entry(place), None])
+    pooled = fragments(1, config)
+    for one in config.each_column():
+        apply(same, one, (pooled, 0), (pool_sum(one, softmax(one, scores, bias, place), values), 0))
+    store_rounded(config, out, row_entry(place), same, (pooled, 0))
 
 
 @cute.jit
@@ -260,10 +260,9 @@ def backward_row(
     scores, values = load_window(config, score, place), load_window(config, kv, place)
     go = fragments(1, config, storage(config))
     cute.autovec_copy(grad_out[row_entry(place), None], go[0, None])
-    weights = softmax(config, scores, bias, place)
-    for k in cutlass.range(config.window, unroll_full=config.on_gpu):
-        apply(term_of, config, (dscore, k), (go, 0), (values, k), (weights, k))
-    total = lane_sum(config, dscore)
+    dkv = fragments(config.window, config, storage(config))
+    for one in config.each_column():
+        column_gradients(one, scores, values, bias, go, dkv, dscore, place)
     for half in cutlass.range_constexpr(config.coff):
         if _is_invalid(config, place, half):
             for k in cutlass.range(config.ratio, unroll_full=config.on_gpu):
@@ -272,9 +271,29 @@ def backward_row(
             for k in cutlass.range(config.ratio, unroll_full=config.on_gpu):
                 w = half * config.ratio + k
                 at = entry(config, place, half, k)
-                apply(dscore_of, config, (dscore, w), (weights, w), (total, 0), (dscore, w))
                 store_rounded(config, grad_score, at, same, (dscore, w))
-                store_rounded(config, grad_kv, at, dkv_of, (go, 0), (weights, w))
+                cute.autovec_copy(dkv[w, None], grad_kv[at, None])
+
+
+@cute.jit
+def column_gradients(
+    config: Constexpr,
+    scores: cute.Tensor,
+    values: cute.Tensor,
+    bias: cute.Tensor,
+    go: cute.Tensor,
+    dkv: cute.Tensor,
+    dscore: cute.Tensor,
+    place: Place,
+) -> None:
+    """dkv in `storage` and dscore in fp32 of a row's window, (window, vec), for the columns of `config`."""
+    weights = softmax(config, scores, bias, place)
+    for k in cutlass.range(config.window, unroll_full=config.on_gpu):
+        apply(term_of, config, (dscore, k), (go, 0), (values, k), (weights, k))
+    total = lane_sum(config, dscore)
+    for k in cutlass.range(config.window, unroll_full=config.on_gpu):
+        apply(dscore_of, config, (dscore, k), (weights, k), (total, 0), (dscore, k))
+        apply(dkv_of, config, (dkv, k), (go, 0), (weights, k))
 
 
 def term_of(go: Lane, v: Lane, p: Lane) -> Lane:
