@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from .config import MAX_RATIO
 
@@ -74,8 +75,7 @@ def _sizes(kv: Tensor, cu_seqlens: Tensor, ratio: int, coff: int, name: str, row
     if isinstance(coff, bool) or coff not in (1, 2):
         raise ValueError(f"coff: got {coff!r}, need 1 or 2")
     for argument, tensor, rank in (("kv", kv, 2), ("cu_seqlens", cu_seqlens, 1), (name, rows, 2)):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{argument}: got {type(tensor).__name__}, need a torch.Tensor")
+        _check_tensor(argument, tensor)
         if tensor.dim() != rank:
             raise ValueError(f"{argument}: got shape {tuple(tensor.shape)}, need {rank} dimensions")
     if kv.device.type not in ("cpu", "cuda"):
@@ -110,8 +110,7 @@ def _check_inputs(
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name}: got {type(tensor).__name__}, need a torch.Tensor")
+    _check_tensor(name, tensor)
     if tensor.dtype != dtype:
         raise ValueError(f"{name}: got dtype {tensor.dtype}, need {dtype}")
     if tuple(tensor.shape) != shape:
@@ -122,3 +121,10 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
         raise ValueError(f"{name}: got strides {tensor.stride()}, need contiguous ones")
     if tensor.data_ptr() % dtype.itemsize:
         raise ValueError(f"{name}: got address {tensor.data_ptr():#x}, need one aligned to {dtype.itemsize} bytes")
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: got {type(tensor).__name__}, need a torch.Tensor")
+    if isinstance(tensor, FakeTensor):
+        raise ValueError(f"{name}: got a FakeTensor, need one with memory")

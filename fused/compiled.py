@@ -30,20 +30,20 @@ from .config import (
 _LOCK = threading.Lock()  # the DSL compiles one function at a time
 _FUNCTIONS: dict[tuple[Direction, Config, int | None], Callable[..., None]] = {}
 _PLANS: dict[tuple[object, ...], Callable[[list[Tensor]], None]] = {}
+_PLAIN = (Tensor, torch.nn.Parameter)  # what has memory of its own; subclasses need not
+MAX_PLANS = 1024  # of different shapes; beyond that all are forgotten, for callers whose every batch has its own
 CPU_VEC = 8
 
 
 def configure(
     direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp, device: torch.device, tensors: list[Tensor]
 ) -> Config:
-    """The configuration of one call: the widest accesses that head_dim and the tensors' addresses allow."""
+    """The configuration of one call: the widest accesses that head_dim and, on a GPU, the tensors' addresses allow."""
     window = coff * ratio
     widest = CPU_VEC if device.type == "cpu" else 1 if SCALAR_WINDOW < window <= LONG_WINDOW else 2
-    vec = next(
-        v
-        for v in (8, 4, 2, 1)
-        if v <= widest and shape.head_dim % v == 0 and all(t.data_ptr() % (v * t.itemsize) == 0 for t in tensors)
-    )
+    vec = next(v for v in (8, 4, 2, 1) if v <= widest and shape.head_dim % v == 0)
+    if device.type == "cuda" and any(t.data_ptr() % (vec * t.itemsize) for t in tensors):
+        vec = 1
     rows = None if exp == "portable" else shape.total_comp
     softmax_lanes, pool_lanes = orders(window, shape.head_dim, rows)
     schedule, head_dim = LOOP, None
@@ -61,6 +61,8 @@ def rerun(direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors:
     """
     try:
         kv = tensors[0]
+        if type(kv) not in _PLAIN:
+            return False
         plan = _PLANS.get((direction, ratio, coff, exp, kv.shape, tensors[3].shape, tensors[5].shape, kv.device))
         if plan is None:
             return False
@@ -82,7 +84,7 @@ def run(direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp | No
     kv = tensors[0]
     chosen = exp or ("native" if kv.is_cuda else "portable")
     config = configure(direction, ratio, coff, shape, chosen, kv.device, tensors[:3] + tensors[5:])
-    function = _compiled(direction, config, kv.device.index)
+    function = compiled_function(direction, config, kv.device.index)
     sizes = (shape.segments, shape.total_tokens, shape.total_comp, shape.head_dim)
     leaves = -(-shape.total_comp // LEAF_ROWS) * config.schedule.leaf_parts * tensors[2].numel()
     if not config.on_gpu:
@@ -102,10 +104,12 @@ def run(direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp | No
 
     kv_device = kv.device
     plan(tensors)
+    if len(_PLANS) >= MAX_PLANS:
+        _PLANS.clear()
     _PLANS[(direction, ratio, coff, exp, kv.shape, tensors[3].shape, tensors[5].shape, kv_device)] = plan
 
 
-def _compiled(direction: Direction, config: Config, device: int | None) -> Callable[..., None]:
+def compiled_function(direction: Direction, config: Config, device: int | None) -> Callable[..., None]:
     """The function of one configuration; one for each device, whose context holds the code."""
     key = (direction, config, device)
     if key not in _FUNCTIONS:
@@ -116,11 +120,12 @@ def _compiled(direction: Direction, config: Config, device: int | None) -> Calla
             )
         with _LOCK:
             if key not in _FUNCTIONS:
-                _FUNCTIONS[key] = _compile(direction, config)
+                _FUNCTIONS[key] = compile_function(direction, config)
     return _FUNCTIONS[key]
 
 
-def _compile(direction: Direction, config: Config) -> Callable[..., None]:
+def compile_function(direction: Direction, config: Config) -> Callable[..., None]:
+    """Compile one configuration, for the device at hand or the architecture that CUTE_DSL_ARCH names."""
     sizes = [Int32(1)] * 4
     if not config.on_gpu:
         dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.int32, torch.int32, torch.bfloat16]

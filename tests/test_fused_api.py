@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from csa_gate.fused import compress_backward, compress_forward
 from csa_gate.fused.config import orders
@@ -150,3 +151,12 @@ def test_orders_agree_with_the_oracles(head_dim: int) -> None:
         for rows in (None, 1, 2, 3, 7, 31, 32, 33, 257, 100_000):
             want = (softmax_lanes(window, head_dim), pool_lanes(window, head_dim, rows or MANY_ROWS))
             assert orders(window, head_dim, rows) == want, (window, head_dim, rows)
+
+
+def test_fake_tensors_are_refused() -> None:
+    """They have no memory to read; an error, not a crash."""
+    arguments = forward_arguments()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(arguments["kv"])
+        with pytest.raises(ValueError, match="kv: got a FakeTensor, need one with memory"):
+            compress_forward(**arguments | {"kv": fake})

@@ -1,0 +1,129 @@
+"""`compress_thd`: the compressor as a differentiable operator of torch, `torch.ops.csa_gate.compress_thd`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .api import compress_forward
+from .wrappers import allocating_backward, empty_rows, head_dim_of, require_tensors, rows_of
+
+
+def compress_thd(
+    kv: Tensor,
+    score: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_comp: Tensor,
+    *,
+    ratio: int,
+    coff: int,
+    total_comp: int | None = None,
+) -> Tensor:
+    """Pool every `ratio` tokens of a packed batch into one row, differentiably in kv, score and ape.
+
+    Values and gradients have the contract of `compress_forward` and `compress_backward`, and are the same in every
+    run. Saves its five tensors for the backward and nothing else; copies an incoming gradient that is not contiguous.
+    Works on fake and meta tensors and under `torch.compile(fullgraph=True)`, if `total_comp` is named. There is no
+    second derivative, and no forward-mode one.
+
+    Args:
+        kv, score: (total_tokens, coff * head_dim), bf16, contiguous, on CPU or CUDA.
+        ape: (ratio, coff * head_dim), fp32.
+        cu_seqlens, cu_seqlens_comp: (B+1,), int32, token and row offsets of the segments.
+        ratio: 1 to 256.
+        coff: 1, or 2 for overlapping windows.
+        total_comp: rows of the result, which may exceed `cu_seqlens_comp[-1]` (a capacity). None reads that element,
+            which waits for the device.
+
+    Returns:
+        (total_comp, head_dim), bf16.
+
+    Raises:
+        ValueError: naming the argument, what came and what is needed.
+        RuntimeError: as `csa_compressor_forward_wrapper`, or in the backward of a backward.
+    """
+    require_tensors(kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp)
+    for name, value in (("ratio", ratio), ("coff", coff)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{name}: got {value!r}, need an integer")
+    rows = rows_of(cu_seqlens_comp, total_comp)
+    result: Tensor = _forward(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, rows)
+    return result
+
+
+@torch.library.custom_op("csa_gate::compress_thd", mutates_args=())
+def _forward(
+    kv: Tensor,
+    score: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_comp: Tensor,
+    ratio: int,
+    coff: int,
+    total_comp: int,
+) -> Tensor:
+    out = empty_rows(kv, head_dim_of(kv, coff), rows_of(cu_seqlens_comp, total_comp))
+    return compress_forward(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio=ratio, coff=coff, out=out)
+
+
+@torch.library.custom_op("csa_gate::compress_thd_backward", mutates_args=())
+def _backward(
+    kv: Tensor,
+    score: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_comp: Tensor,
+    grad_out: Tensor,
+    ratio: int,
+    coff: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return allocating_backward(kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio, coff)
+
+
+@_forward.register_fake
+def _(
+    kv: Tensor,
+    score: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_comp: Tensor,
+    ratio: int,
+    coff: int,
+    total_comp: int,
+) -> Tensor:
+    return empty_rows(kv, head_dim_of(kv, coff), total_comp)
+
+
+@_backward.register_fake
+def _(
+    kv: Tensor,
+    score: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_comp: Tensor,
+    grad_out: Tensor,
+    ratio: int,
+    coff: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(kv), torch.empty_like(score), torch.empty_like(ape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.ratio, ctx.coff, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _backward(*ctx.saved_tensors, grad_out.contiguous(), ctx.ratio, ctx.coff)
+    return *gradients, None, None, None, None, None
+
+
+def _refuse(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError("compress_thd: its gradients cannot be differentiated again; use the eager region for that")
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_refuse)

@@ -1,0 +1,245 @@
+"""The dispatch: the fused result where it can be had, None and one line in the log where not; and a layer on top."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from csa_gate.fused import compress_thd, dispatch, maybe_compress_thd_fused
+from csa_gate.oracles import Inputs, Problem, error_bound, make_inputs, ordered
+from csa_gate.oracles.bits import bit_pattern
+
+from .compressor_module import Compressor, eager_pool
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+PROBLEM = Problem((9, 0, 3, 14), ratio=4, coff=2, head_dim=8, row_capacity=7, token_capacity=28)
+NAMES = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been logged yet, and nothing is switched off."""
+    monkeypatch.setattr(dispatch, "_LOGGED", set())
+    monkeypatch.delenv(dispatch.SWITCH, raising=False)
+
+
+def arguments(device: str = "cpu") -> dict[str, Any]:
+    inputs = make_inputs(PROBLEM, device=device)
+    return {name: getattr(inputs, name) for name in NAMES} | {"total_comp": 7, "ratio": 4, "head_dim": 8, "coff": 2}
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(bit_pattern(a), bit_pattern(b))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("batched", [False, True], ids=["packed", "batch-axis"])
+def test_engaged(device: str, batched: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What is supported gives the operator's bits, with a batch axis if kv has one, gradients included."""
+    given = arguments(device)
+    want = compress_thd(*(given[n] for n in NAMES), ratio=4, coff=2, total_comp=7)
+    if batched:
+        given |= {name: given[name].unsqueeze(1) for name in ("kv", "score")}
+    given["kv"].requires_grad_()
+    out = maybe_compress_thd_fused(*given.values())
+    assert out is not None and out.shape == ((7, 1, 8) if batched else (7, 8))
+    assert same(out.detach().view(7, 8), want)
+    out.sum().backward()
+    assert given["kv"].grad is not None and given["kv"].grad.shape == given["kv"].shape
+    assert not caplog.records
+
+
+def test_defaults() -> None:
+    """total_comp, ratio, head_dim and coff have defaults, as in the wrappers."""
+    out = maybe_compress_thd_fused(*(arguments()[name] for name in NAMES))
+    assert out is not None and out.shape == (5, 8)
+
+
+def test_deterministic_algorithms() -> None:
+    """torch's deterministic mode is no reason to decline."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = maybe_compress_thd_fused(**arguments())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out is not None and same(out, maybe_compress_thd_fused(**arguments()))
+
+
+DECLINED: list[tuple[str, Any, str]] = [
+    ("kv", lambda t: t.half(), r"kv is torch.float16, not torch.bfloat16"),
+    ("score", lambda t: t.float(), r"score is torch.float32, not torch.bfloat16"),
+    ("ape", lambda t: t.bfloat16(), r"ape is torch.bfloat16, not torch.float32"),
+    ("cu_seqlens", lambda t: t.long(), r"cu_seqlens is torch.int64, not torch.int32"),
+    ("cu_seqlens_comp", lambda t: t.long(), r"cu_seqlens_comp is torch.int64, not torch.int32"),
+    ("kv", lambda t: t.t().contiguous().t(), r"kv is not contiguous"),
+    ("score", lambda t: t.to_sparse(), r"score is not contiguous"),
+    ("kv", lambda t: t.view(14, 2, 16), r"kv is neither (tokens, columns) nor (tokens, 1, columns)"),
+    ("kv", lambda t: t.to("meta"), r"kv is on a meta device, not cpu or cuda"),
+    ("kv", lambda t: t[:3], r"kv has fewer tokens than ratio, so that there is nothing that padding rows could pool"),
+    ("ratio", lambda r: 257, r"ratio is 257, not from 1 to 256"),
+    ("ratio", lambda r: 0, r"ratio is 0, not from 1 to 256"),
+    ("coff", lambda c: 3, r"coff is 3, not 1 or 2"),
+    ("total_comp", lambda n: 2**28, r"kv or out has more than 2147483647 elements, which int32 offsets do not reach"),
+]
+
+
+@pytest.mark.parametrize(("name", "spoil", "reason"), DECLINED, ids=[reason for _, _, reason in DECLINED])
+def test_declines(name: str, spoil: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What is not supported gives None, each time, and a warning with the reason, once."""
+    given = arguments()
+    given[name] = spoil(given[name])
+    with caplog.at_level(logging.WARNING):
+        assert maybe_compress_thd_fused(**given) is None
+        assert maybe_compress_thd_fused(**given) is None
+    assert [record.getMessage() for record in caplog.records] == [f"The fused compressor is not used: {reason}."]
+
+
+def test_too_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flat offsets into kv have to fit as well."""
+    for limit, engaged in ((28 * 16, True), (28 * 16 - 1, False)):
+        monkeypatch.setattr(dispatch, "INT32_MAX", limit)
+        assert (maybe_compress_thd_fused(**arguments()) is not None) is engaged
+
+
+def test_every_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Once means once for each reason."""
+    for spoiled in ({"ratio": 257}, {"coff": 3}, {"ratio": 257}):
+        maybe_compress_thd_fused(**arguments() | spoiled)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+
+@pytest.mark.parametrize(("value", "engaged"), [("0", False), ("1", True), ("", True)])
+def test_switch(value: str, engaged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """CSA_GATE_FUSED=0, set at any time, turns the fused path off."""
+    assert maybe_compress_thd_fused(**arguments()) is not None
+    monkeypatch.setenv("CSA_GATE_FUSED", value)
+    assert (maybe_compress_thd_fused(**arguments()) is not None) is engaged
+    assert [r.getMessage() for r in caplog.records] == ["The fused compressor is not used: CSA_GATE_FUSED is 0."] * (
+        not engaged
+    )
+
+
+def test_callers_switch(caplog: pytest.LogCaptureFixture) -> None:
+    """`enabled=False` is the caller's own business, and not logged."""
+    assert maybe_compress_thd_fused(**arguments(), enabled=False) is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "text"),
+    [
+        ("score", lambda t: t[1:], r"score: got shape \(27, 16\), need \(28, 16\)"),
+        ("head_dim", lambda d: 9, r"head_dim: got 9, need 8"),
+        ("ape", lambda t: t[1:], r"ape: got shape \(3, 16\), need \(4, 16\)"),
+        ("kv", lambda t: t.tolist(), r"kv: got list, need a torch\.Tensor"),
+        ("total_comp", lambda n: -1, r"total_comp: got -1"),
+    ],
+)
+def test_contradictions_raise(name: str, spoil: Any, text: str) -> None:
+    """Sizes that do not fit each other are a mistake, on which no eager path would do better."""
+    given = arguments()
+    with pytest.raises(ValueError, match=text):
+        maybe_compress_thd_fused(**given | {name: spoil(given[name])})
+
+
+def _layer(kv: Tensor, score: Tensor, ape: Tensor, cu_seqlens: Tensor, cu_seqlens_comp: Tensor) -> tuple[Tensor, bool]:
+    tensors = (kv, score, ape, cu_seqlens, cu_seqlens_comp)
+    out = maybe_compress_thd_fused(*tensors, 7, 4, 8, 2)
+    return (eager_pool(*tensors, 7, 4, 2), False) if out is None else (out, True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_under_compile(device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Traced without a break, the dispatch decides as ever, and declines without a word."""
+    tensors = tuple(arguments(device)[name] for name in NAMES)
+    out, engaged = torch.compile(_layer, fullgraph=True, backend="aot_eager")(*tensors)
+    assert engaged and same(out, maybe_compress_thd_fused(*tensors, 7))
+    torch.compiler.reset()
+    monkeypatch.setenv(dispatch.SWITCH, "0")
+    out, engaged = torch.compile(_layer, fullgraph=True, backend="aot_eager")(*tensors)
+    assert not engaged and same(out, eager_pool(*tensors, 7, 4, 2))
+    assert not [record for record in caplog.records if record.name == dispatch.__name__]
+
+
+class _Specified(torch.autograd.Function):
+    """The pooling by the oracle that has the kernels' bits."""
+
+    @staticmethod
+    def forward(ctx: Any, kv: Tensor, score: Tensor, ape: Tensor) -> Tensor:
+        inputs = _inputs(kv, score, ape)
+        ctx.save_for_backward(kv, score, ape)
+        return ordered(inputs, exp=_exp(kv)).out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, ...]:
+        result = ordered(_inputs(*ctx.saved_tensors, grad_out), exp=_exp(grad_out))
+        return result.grad_kv, result.grad_score, result.grad_ape
+
+
+def _exp(t: Tensor) -> Any:
+    return "native" if t.is_cuda else "portable"
+
+
+def _inputs(kv: Tensor, score: Tensor, ape: Tensor, grad_out: Tensor | None = None) -> Inputs:
+    plain = make_inputs(PROBLEM, device=kv.device)
+    if grad_out is None:
+        grad_out = plain.grad_out
+    tensors = (t.detach() for t in (kv, score, ape, grad_out))
+    return Inputs(PROBLEM, *tensors, plain.cu_seqlens, plain.cu_seqlens_comp)
+
+
+def _run(layer: Compressor, device: str) -> dict[str, Tensor]:
+    """out and all gradients of one step of a layer."""
+    x = torch.randn((28, 32), generator=torch.Generator().manual_seed(1)).bfloat16().to(device).requires_grad_()
+    inputs = make_inputs(PROBLEM, device=device)
+    layer.zero_grad()
+    out = layer(x, inputs.cu_seqlens, inputs.cu_seqlens_comp, 7)
+    out[:5].backward(inputs.grad_out[:5])
+    gradients = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    return {"out": out.detach(), "x": x.grad.clone()} | gradients
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layer(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer trains through the dispatch: it engages, every parameter has a gradient, all bits are as specified."""
+    layer = Compressor(32, head_dim=8, ratio=4, coff=2).to(device)
+    got = _run(layer, device)
+    assert layer.fused
+    assert set(got) == {"out", "x", "values.weight", "gate.weight", "ape", "norm.weight"}
+    for name, tensor in got.items():
+        assert tensor.isfinite().all() and tensor.any(), name
+    monkeypatch.setattr(
+        f"{Compressor.__module__}.maybe_compress_thd_fused", lambda *given: _Specified.apply(*given[:3])
+    )
+    want = _run(layer, device)
+    assert all(same(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layer_without_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same layer runs on without kernels."""
+    layer = Compressor(32, head_dim=8, ratio=4, coff=2).to(device)
+    monkeypatch.setenv(dispatch.SWITCH, "0")
+    got = _run(layer, device)
+    assert not layer.fused
+    assert all(tensor.isfinite().all() and tensor.any() for tensor in got.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_matches_eager(device: str) -> None:
+    """The fused pooling and the layer's own differ by no more than each may differ from the exact values."""
+    inputs = make_inputs(PROBLEM, device=device)
+    bound = error_bound(inputs)
+    results = []
+    for pool in (maybe_compress_thd_fused, eager_pool):
+        leaves = [t.clone().requires_grad_() for t in (inputs.kv, inputs.score, inputs.ape)]
+        tensors = (*leaves, inputs.cu_seqlens, inputs.cu_seqlens_comp, 7)
+        out = pool(*tensors, ratio=4, coff=2)
+        assert out is not None
+        results.append((out.detach(), *torch.autograd.grad(out[:5], leaves, inputs.grad_out[:5])))
+    for fused, eager, (name, limit) in zip(*results, bound.items(), strict=True):
+        assert ((fused.double() - eager.double()).abs() <= 2 * limit).all(), name
