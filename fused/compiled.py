@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cutlass.cute as cute
@@ -31,6 +32,7 @@ _LOCK = threading.Lock()  # the DSL compiles one function at a time
 _FUNCTIONS: dict[tuple[Direction, Config, int | None], Callable[..., None]] = {}
 _PLANS: dict[tuple[object, ...], Callable[[list[Tensor]], None]] = {}
 _PLAIN = (Tensor, torch.nn.Parameter)  # what has memory of its own; subclasses need not
+THREADED_ENTRIES = 1 << 19  # window entries times columns, about a millisecond on one core
 MAX_PLANS = 1024  # of different shapes; beyond that all are forgotten, for callers whose every batch has its own
 CPU_VEC = 8
 
@@ -89,8 +91,8 @@ def run(direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp | No
     leaves = -(-shape.total_comp // LEAF_ROWS) * config.schedule.leaf_parts * tensors[2].numel()
     if not config.on_gpu:
         if direction == "backward":
-            tensors = [*tensors, torch.empty(leaves), torch.empty(LEAF_ROWS * config.window * config.vec)]
-        function(*[_host_tensor(t) for t in tensors], *[Int32(n) for n in sizes])
+            tensors = [*tensors, torch.empty(leaves)]
+        _run_on_host(function, direction, config, sizes, tensors)
         return
 
     def plan(tensors: list[Tensor]) -> None:
@@ -107,6 +109,27 @@ def run(direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp | No
     if len(_PLANS) >= MAX_PLANS:
         _PLANS.clear()
     _PLANS[(direction, ratio, coff, exp, kv.shape, tensors[3].shape, tensors[5].shape, kv_device)] = plan
+
+
+def _run_on_host(
+    function: Callable[..., None], direction: Direction, config: Config, sizes: tuple[int, ...], tensors: list[Tensor]
+) -> None:
+    """Share a call out to as many threads as torch takes, if it is worth starting them; no bit depends on it."""
+    _, _, rows, head_dim = sizes
+    workers = min(torch.get_num_threads(), head_dim // config.vec)
+    if rows * head_dim * config.window < THREADED_ENTRIES:
+        workers = 1
+
+    def work(worker: int) -> None:
+        scratch = [torch.empty(LEAF_ROWS * config.window * config.vec)] if direction == "backward" else []
+        numbers = [Int32(n) for n in (*sizes, worker, workers)]
+        function(*[_host_tensor(t) for t in tensors + scratch], *numbers)
+
+    if workers == 1:
+        work(0)
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(work, range(workers)))
 
 
 def compiled_function(direction: Direction, config: Config, device: int | None) -> Callable[..., None]:
@@ -126,13 +149,13 @@ def compiled_function(direction: Direction, config: Config, device: int | None) 
 
 def compile_function(direction: Direction, config: Config) -> Callable[..., None]:
     """Compile one configuration, for the device at hand or the architecture that CUTE_DSL_ARCH names."""
-    sizes = [Int32(1)] * 4
+    sizes = [Int32(1)] * 4  # segments, total_tokens, total_comp, head_dim
     if not config.on_gpu:
         dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.int32, torch.int32, torch.bfloat16]
         if direction == "backward":
             dtypes += [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.float32]
         samples = [_host_tensor(torch.empty(2, dtype=dtype)) for dtype in dtypes]
-        return cute.compile(getattr(cpu, direction), *samples, *sizes, config)
+        return cute.compile(getattr(cpu, direction), *samples, *sizes, Int32(0), Int32(1), config)
     tensors = _device_tensors(direction, config)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(getattr(gpu, direction), *tensors, *sizes, stream, config, options="--enable-tvm-ffi")

@@ -1,4 +1,8 @@
-"""The CPU caller: the kernels' own functions in plain loops, compiled for the host."""
+"""The CPU caller: the kernels' own functions in plain loops, compiled for the host.
+
+Worker `worker` of `workers` has its share of the column groups, which have nothing to do with each other, and of the
+segments without rows; workers need not wait for one another.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,8 @@ def forward(
     total_tokens: Int32,
     total_comp: Int32,
     head_dim: Int32,
+    worker: Int32,
+    workers: Int32,
     config: Constexpr,
 ) -> None:
     kind = storage(config)
@@ -45,7 +51,7 @@ def forward(
     out_view = columns(out, total_comp * groups, config, kind)
     for row in cutlass.range(total_comp):
         code, _ = locate(config, cu_seqlens, cu_seqlens_comp, segments, row)
-        for group in cutlass.range(groups):
+        for group in cutlass.range(worker * groups // workers, (worker + 1) * groups // workers):
             bias = load_bias(config, ape_view, group, groups)
             forward_row(config, kv_view, score_view, bias, out_view, place_of(row, code, group, groups))
 
@@ -67,6 +73,8 @@ def backward(
     total_tokens: Int32,
     total_comp: Int32,
     head_dim: Int32,
+    worker: Int32,
+    workers: Int32,
     config: Constexpr,
 ) -> None:
     """`leaves` holds ceil(total_comp / LEAF_ROWS) * ratio * width fp32, `scratch` LEAF_ROWS * window * vec."""
@@ -82,8 +90,9 @@ def backward(
     count = (rows + LEAF_ROWS - 1) // LEAF_ROWS
     leaves_view = columns(leaves, count * ape_size, config)
     positions = columns(scratch, Int32(LEAF_ROWS * config.window), config)
+    first, last = worker * groups // workers, (worker + 1) * groups // workers
     for leaf in cutlass.range(count):
-        for group in cutlass.range(groups):
+        for group in cutlass.range(first, last):
             bias = load_bias(config, ape_view, group, groups)
             for position in cutlass.range(LEAF_ROWS):
                 row = leaf * LEAF_ROWS + position
@@ -104,14 +113,15 @@ def backward(
                     at = leaf * ape_size + ape_entry(config, group, groups, half, k)
                     cute.autovec_copy(positions[half * config.ratio + k, None], leaves_view[at, None])
     high, low = fragments(LEAF_LANES, config), fragments(LEAF_LANES, config)
-    for at in cutlass.range(ape_size):
-        for lane in cutlass.range(LEAF_LANES):
-            sum_leaves(config, leaves_view, count, 1, ape_size, at, lane, high, low, lane)
-        for step in cutlass.range_constexpr(1, LEAF_LANES.bit_length()):
-            half = LEAF_LANES >> step
-            for lane in cutlass.range(half):
-                accumulate(config, high, low, lane, (high, half + lane), (low, half + lane))
-        apply(total_of, config, (grad_ape_view, at), (high, 0), (low, 0))
+    for entry in cutlass.range(config.window):
+        for at in cutlass.range(entry * groups + first, entry * groups + last):
+            for lane in cutlass.range(LEAF_LANES):
+                sum_leaves(config, leaves_view, count, 1, ape_size, at, lane, high, low, lane)
+            for step in cutlass.range_constexpr(1, LEAF_LANES.bit_length()):
+                half = LEAF_LANES >> step
+                for lane in cutlass.range(half):
+                    accumulate(config, high, low, lane, (high, half + lane), (low, half + lane))
+            apply(total_of, config, (grad_ape_view, at), (high, 0), (low, 0))
     zero_rowless(
         config,
         cu_seqlens,
@@ -120,8 +130,8 @@ def backward(
         segments,
         total_tokens,
         groups,
-        Int32(0),
-        Int32(1),
+        worker,
+        workers,
         Int32(0),
         Int32(1),
     )

@@ -51,3 +51,18 @@ def test_digest(name: str, device: str) -> None:
         want.append(digest(ordered(inputs, exp="portable")))
     assert got == want
     assert hashlib.sha256("".join(got).encode()).hexdigest()[:16] == DIGESTS[name]
+
+
+@pytest.mark.parametrize(("coff", "head_dim"), [(2, 128), (1, 520)])
+def test_threads_change_no_bit(coff: int, head_dim: int) -> None:
+    """A call large enough for several threads gives what one thread gives, also where columns divide unevenly."""
+    problem = Problem((1500, 2, 700, 3), 4, coff, head_dim, row_capacity=560, token_capacity=2300)
+    inputs = make_inputs(problem)
+    threads, digests = torch.get_num_threads(), set()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            digests.add(digest(run(portable, inputs)))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(digests) == 1
