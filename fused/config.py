@@ -111,8 +111,8 @@ def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Sc
         return Schedule("registers", 32, 4, 1, 1) if direction == "forward" else Schedule("registers", 8, 32, 1, 1)
     many = rows * groups >= MANY_THREADS
     if direction == "backward":
-        return Schedule("registers", 16, 32, 1, 2) if many and window <= 8 else Schedule("registers", 16, 16, 2, 2)
-    return Schedule("registers", 32, 4, 4, 6) if many and window <= 8 else Schedule("registers", 32, 8, 1, 1)
+        return Schedule("registers", 16, 32, 1, 2) if many and window <= 8 else Schedule("registers", 16, 16, 2, 1)
+    return Schedule("registers", 32, 4, 4, 4) if many and window <= 8 else Schedule("registers", 32, 8, 1, 1)
 
 
 def orders(window: int, head_dim: int, rows: int | None) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from .window import (
     term_of,
 )
 
-SUM_UNROLL = 16  # shared-memory loads of a serial sum in flight
+SUM_UNROLL = 4  # shared-memory loads of a serial sum in flight
 
 
 def own_entries(config: Config) -> int:

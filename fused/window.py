@@ -181,7 +181,7 @@ def normalise(
     if cutlass.const_expr(config.on_gpu):
         fast = Boolean(True)
         for c in config.columns:
-            fast = fast & (low[0, c] - top[0, c] > FAST_DIVISION)
+            fast = fast & (sub(low[0, c], top[0, c]) > FAST_DIVISION)
         if fast:
             r = fragments(1, config)
             apply(reciprocal, config, (r, 0), (total, 0))

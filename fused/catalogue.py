@@ -1,0 +1,145 @@
+"""What is shipped, as data, and its compilation for another architecture on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from . import compiled
+from .checks import Shape
+from .config import Config, Direction, Exp
+
+KEEP = "ptx,cubin,ir"
+"""What `CUTE_DSL_KEEP` must name before the DSL is imported, in a process whose `CUTE_DSL_ARCH` is the architecture."""
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """One shape that stands for a schedule; it is compiled in both directions.
+
+    rows: rows of the call, on which the schedule and the order of the pooling sum depend.
+    """
+
+    ratio: int
+    coff: int
+    head_dim: int
+    rows: int
+    exp: Exp
+    why: str
+
+    @property
+    def name(self) -> str:
+        return f"r{self.ratio}c{self.coff}-d{self.head_dim}-n{self.rows}-{self.exp}"
+
+    def config(self, direction: Direction) -> Config:
+        """The configuration of a call on a GPU whose tensors are aligned as allocations are."""
+        shape = Shape(1, self.rows * self.ratio, self.rows, self.head_dim)
+        return compiled.configure(direction, self.ratio, self.coff, shape, self.exp, torch.device("cuda"), [])
+
+
+CATALOGUE: tuple[Shipped, ...] = (
+    Shipped(4, 2, 128, 2048, "native", "production pair, one short pack"),
+    Shipped(4, 2, 128, 16384, "native", "production pair, a batch"),
+    Shipped(4, 2, 512, 6144, "native", "production pair, wide"),
+    Shipped(4, 2, 512, 6144, "portable", "production pair, wide"),
+    Shipped(4, 2, 65, 512, "native", "one column a thread, few rows"),
+    Shipped(4, 2, 65, 6144, "native", "one column a thread, many rows"),
+    Shipped(4, 1, 128, 16384, "native", "a window of one block"),
+    Shipped(1, 1, 128, 8192, "native", "the shortest window"),
+    Shipped(2, 2, 64, 2048, "portable", "the shortest overlap"),
+    Shipped(3, 2, 66, 4096, "native", "a window of no power of two"),
+    Shipped(8, 2, 128, 8192, "native", "a window of 16: the longest of two columns a thread"),
+    Shipped(16, 1, 512, 4096, "portable", "the same without overlap"),
+    Shipped(16, 2, 128, 4096, "native", "a window of 32: the longest in registers"),
+    Shipped(32, 1, 65, 2048, "portable", "the same without overlap, odd"),
+    Shipped(32, 2, 128, 2048, "native", "a window of 64, streamed"),
+    Shipped(32, 2, 65, 2048, "native", "the same, one column a thread"),
+    Shipped(64, 1, 16, 1024, "native", "both sums have lanes, a narrow block"),
+    Shipped(64, 2, 65, 1024, "native", "a window of 128, one column a thread"),
+    Shipped(128, 1, 128, 512, "native", "production pair"),
+    Shipped(128, 1, 512, 512, "native", "production pair, wide"),
+    Shipped(128, 2, 128, 512, "native", "production pair with overlap"),
+    Shipped(128, 2, 512, 512, "portable", "production pair with overlap, wide"),
+    Shipped(128, 2, 64, 64, "native", "both sums have lanes"),
+    Shipped(128, 2, 65, 512, "native", "a window of 256, one column a thread"),
+    Shipped(256, 1, 128, 256, "native", "the longest window without overlap"),
+    Shipped(256, 2, 128, 256, "native", "the longest window"),
+    Shipped(256, 2, 65, 256, "native", "the same, one column a thread"),
+    Shipped(256, 2, 2, 256, "portable", "both sums have lanes, the narrowest block"),
+)
+"""A shape for every schedule, and for what else changes the code: both powers, both widths, lanes in the sums."""
+
+
+class Module:
+    """What one compilation gives: the PTX and the cubin of one or more kernels. Compiles when first asked.
+
+    name: of the catalogue's entry and the direction.
+    details: the configuration.
+    """
+
+    threads = None  # the PTX has them
+
+    def __init__(self, shipped: Shipped, direction: Direction) -> None:
+        self._config, self._direction = shipped.config(direction), direction
+        self.name = f"{direction}-{shipped.name}"
+        self.details = repr(self._config)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return compiled.compile_function(self._direction, self._config)
+
+    @property
+    def ptx(self) -> str:
+        return str(self._compiled.artifacts.PTX)
+
+    @property
+    def cubin(self) -> bytes:
+        return bytes(self._compiled.artifacts.CUBIN)
+
+    @property
+    def shared_bytes(self) -> Mapping[str, int]:
+        """Dynamic shared memory of each kernel's launch."""
+        return shared_memory(str(self._compiled.artifacts.MLIR))
+
+
+def compile_for(arch: str) -> list[Module]:
+    """Everything shipped, for `arch`.
+
+    Raises:
+        ValueError: this process compiles for another architecture, or keeps none of what it compiles.
+    """
+    for variable, need in (("CUTE_DSL_ARCH", arch), ("CUTE_DSL_KEEP", KEEP)):
+        if os.environ.get(variable) != need:
+            raise ValueError(f"{variable}: got {os.environ.get(variable)!r}, need {need!r} before cutlass is imported")
+    directions: tuple[Direction, Direction] = ("forward", "backward")
+    return [Module(shipped, direction) for shipped in CATALOGUE for direction in directions]
+
+
+def shared_memory(ir: str) -> dict[str, int]:
+    """Bytes of shared memory that each kernel of a module in the DSL's intermediate representation allocates.
+
+    Allocations follow one another, each aligned, and are never freed.
+
+    Raises:
+        ValueError: an allocation is written in a form not known here.
+    """
+    aliases = dict(re.findall(r"^(!\w+) = (.*)$", ir, re.MULTILINE))
+    sizes = {}
+    for kernel in re.split(r"\bcuda\.kernel @", ir)[1:]:
+        total = 0
+        for name in re.findall(r"\bmemref\.alloca\(.*\).* : (!.*)$", kernel, re.MULTILINE):
+            kind = aliases.get(name, name)
+            if "smem" in kind:
+                found = re.search(r'<i8, smem, align<(\d+)>, "(\d+):1">', kind)
+                if found is None:
+                    raise ValueError(f"ir: got shared memory of type {kind}, need aligned bytes")
+                align, size = map(int, found.groups())
+                total = -(-total // align) * align + size
+        sizes[kernel[: kernel.index("(")]] = total
+    return sizes
