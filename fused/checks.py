@@ -43,6 +43,7 @@ def check_forward(
             f"kv: got {shape.total_tokens} tokens, need at least ratio = {ratio}: "
             f"the {shape.total_comp} rows of out can only be padding, which pools tokens [0, ratio)"
         )
+    _check_offsets(cu_seqlens, cu_seqlens_comp, ratio, shape)
     return shape
 
 
@@ -66,13 +67,14 @@ def check_backward(
     _check("grad_kv", grad_kv, _BF16, tuple(kv.shape), kv.device)
     _check("grad_score", grad_score, _BF16, tuple(kv.shape), kv.device)
     _check("grad_ape", grad_ape, _FP32, tuple(ape.shape), kv.device)
+    _check_offsets(cu_seqlens, cu_seqlens_comp, ratio, shape)
     return shape
 
 
 def _sizes(kv: Tensor, cu_seqlens: Tensor, ratio: int, coff: int, name: str, rows: Tensor) -> Shape:
     if isinstance(ratio, bool) or not isinstance(ratio, int) or not 1 <= ratio <= MAX_RATIO:
         raise ValueError(f"ratio: got {ratio!r}, need an integer from 1 to {MAX_RATIO}")
-    if isinstance(coff, bool) or coff not in (1, 2):
+    if isinstance(coff, bool) or not isinstance(coff, int) or coff not in (1, 2):
         raise ValueError(f"coff: got {coff!r}, need 1 or 2")
     for argument, tensor, rank in (("kv", kv, 2), ("cu_seqlens", cu_seqlens, 1), (name, rows, 2)):
         _check_tensor(argument, tensor)
@@ -107,6 +109,27 @@ def _check_inputs(
     _check("ape", ape, _FP32, (ratio, coff * shape.head_dim), kv.device)
     _check("cu_seqlens", cu_seqlens, _INT32, (shape.segments + 1,), kv.device)
     _check("cu_seqlens_comp", cu_seqlens_comp, _INT32, (shape.segments + 1,), kv.device)
+
+
+def _check_offsets(cu_seqlens: Tensor, cu_seqlens_comp: Tensor, ratio: int, shape: Shape) -> None:
+    """On the CPU offsets can be read without waiting, and wrong ones would read or write foreign memory."""
+    if cu_seqlens.device.type != "cpu":
+        return
+    for name, offsets, most in (
+        ("cu_seqlens", cu_seqlens, shape.total_tokens),
+        ("cu_seqlens_comp", cu_seqlens_comp, shape.total_comp),
+    ):
+        if int(offsets[0]) != 0:
+            raise ValueError(f"{name}[0]: got {int(offsets[0])}, need 0")
+        if int(offsets[-1]) > most:
+            raise ValueError(f"{name}[-1]: got {int(offsets[-1])}, need at most {most}")
+    rows = torch.diff(cu_seqlens_comp)
+    wrong = (torch.diff(cu_seqlens) < 0) | (rows != torch.diff(cu_seqlens).div(ratio, rounding_mode="floor"))
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        tokens, got = int(cu_seqlens[at + 1] - cu_seqlens[at]), int(rows[at])
+        need = "at least 0 tokens" if tokens < 0 else f"{tokens // ratio} rows of {ratio} tokens"
+        raise ValueError(f"cu_seqlens: got {tokens} tokens and {got} rows in segment {at}, need {need}")
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:

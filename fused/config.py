@@ -101,8 +101,8 @@ def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Sc
     thread are `LEAF_ROWS`.
     """
     if window > LONG_WINDOW:
-        # Eight or 16 entries a thread, and a plane of at most 32 KiB. Us forward and backward of 65,536 tokens on an H200:
-        # window 64, d 128: 39 and 84; 128, d 512: 72 and 144; 256, d 128: 44 and 80; other cuts took up to twice that.
+        # Eight or 16 entries a thread, and a plane of at most 32 KiB. On an H200 other cuts took up to twice the time
+        # of these (65,536 tokens, windows 64, 128 and 256).
         columns, shares, min_blocks = next(cut for longest, cut in STREAMED_CUTS.items() if window <= longest)
         columns = min(columns, 1 << (groups - 1).bit_length())
         rows_each, min_blocks = (1, 1) if direction == "forward" else (2, min_blocks)

@@ -51,9 +51,10 @@ class Contract:
     streams: bool = False
 
     def __post_init__(self) -> None:
-        for name, values in _VALUES.items():
-            if (value := getattr(self, name)) not in values:
-                raise ValueError(f"{name}: got {value!r}, need one of {', '.join(map(repr, values))}")
+        for clause in CLAUSES:
+            value, values = getattr(self, clause), _VALUES.get(clause, (False, True))
+            if not any(value is v or (isinstance(v, str) and value == v) for v in values):
+                raise ValueError(f"{clause}: got {value!r}, need one of {', '.join(map(repr, values))}")
 
     def claims(self, clause: str) -> bool:
         """Whether `clause` is claimed. Raises ValueError for a name that is no clause."""

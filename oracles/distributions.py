@@ -66,8 +66,9 @@ def make_inputs(
         device: where the tensors go; they are made on the CPU.
 
     Raises:
-        ValueError: for an unknown distribution, or a seed that is no such integer.
+        ValueError: for an unknown distribution, a seed that is no such integer, or a device that there is not.
     """
+    _check_device(device)
     if distribution not in DISTRIBUTIONS:
         raise ValueError(f"distribution: got {distribution!r}, need one of {', '.join(DISTRIBUTIONS)}")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
@@ -292,3 +293,16 @@ def _bf16_bits(values: Floats) -> NDArray[np.uint16]:
 
 def _as_bf16(bits: NDArray[np.uint16]) -> Tensor:
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        there = torch.device(device).type == "cpu" or (
+            torch.device(device).type == "cuda" and (torch.device(device).index or 0) < torch.cuda.device_count()
+        )
+    except (RuntimeError, TypeError):
+        there = False
+    if not there:
+        raise ValueError(
+            f"device: got {str(device)!r}, need cpu, or one of this machine's {torch.cuda.device_count()} cuda"
+        )

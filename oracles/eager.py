@@ -57,12 +57,14 @@ def eager(inputs: Inputs, *, numerics: str | Numerics = "fp32", output_dtype: to
         output_dtype: of out, grad_kv and grad_score; fp32 leaves them unrounded. grad_ape is fp32.
 
     Raises:
-        ValueError: for an unknown name of `numerics`.
+        ValueError: for an unknown name of `numerics`, or another `output_dtype` than bf16 and fp32.
     """
     if isinstance(numerics, str):
         if numerics not in NUMERICS:
             raise ValueError(f"numerics: got {numerics!r}, need a Numerics or one of {', '.join(NUMERICS)}")
         numerics = NUMERICS[numerics]
+    if output_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"output_dtype: got {output_dtype}, need torch.bfloat16 or torch.float32")
     problem = inputs.problem
     with torch.enable_grad():
         # fp32 leaves: their gradients are rounded once, below.

@@ -65,6 +65,8 @@ def judge(
         ValueError: a tensor of the result has the wrong shape, dtype or device; a name in `clauses` is not in
             `SINGLE_RESULT`.
     """
+    if isinstance(clauses, str):
+        raise ValueError(f"clauses: got the string {clauses!r}, need a collection of names")
     for clause in clauses or ():
         if clause not in SINGLE_RESULT:
             raise ValueError(f"clauses: got {clause!r}, need some of {', '.join(SINGLE_RESULT)}")

@@ -37,9 +37,9 @@ def mp(inputs: Inputs, *, output_dtype: torch.dtype = torch.bfloat16) -> Result:
     what it may miss is a tie made up by irrational rows of different denominators. That ends in the error below, as
     does a value that 24576 bits do not tell from a tie; no value is ever guessed.
 
-    Zeros are +0, also where a negative value rounds to zero: the reference adds gradients to +0. Overflow is to Inf as
-    in IEEE arithmetic, and only of the final value: finite inputs have finite exact results, also where score + ape or
-    go * kv overflows fp32 and fp32 arithmetic gives Inf or NaN.
+    Zeros are +0, also where a negative value rounds to zero, which IEEE rounding and `eager` make -0. Overflow is to
+    Inf as in IEEE arithmetic, and only of the final value: finite inputs have finite exact results, also where score +
+    ape or go * kv overflows fp32 and fp32 arithmetic gives Inf or NaN.
 
     Inf and NaN among the inputs give what IEEE arithmetic makes of the formulas with t_k = go kv_k p_k, S = sum t_k and
     grad_score = t_k - p_k S, where p_k counts as zero if its fp32 rounding is (so Inf times it is NaN):

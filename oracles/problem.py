@@ -82,10 +82,14 @@ class Problem:
             if value < least:
                 raise ValueError(f"{name}: got {value}, need at least the {least} {what} of lens")
             object.__setattr__(self, name, value)
-        if self.total_tokens > INT32_MAX:
-            raise ValueError(
-                f"token_capacity: got {self.total_tokens} tokens, need at most {INT32_MAX} (int32 offsets)"
-            )
+        for name, size, what in (
+            ("token_capacity", self.total_tokens, "tokens"),
+            ("row_capacity", self.total_comp, "rows"),
+            ("head_dim", self.width, "columns"),
+            ("ratio", self.window, "window entries"),
+        ):
+            if size > INT32_MAX:
+                raise ValueError(f"{name}: got {size} {what}, need at most {INT32_MAX} (int32 offsets)")
         if self.total_comp > self.rows and self.total_tokens < self.ratio:
             raise ValueError(
                 f"token_capacity: got {self.total_tokens} tokens, need at least ratio = {self.ratio}: "

@@ -136,7 +136,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge found: true when every clause of `checked` was kept.
+    """What the judge found: true when every clause of `checked` was kept, and there was one.
 
     subject: the kernel, problem, seed, distribution and device, as text. reproduce: a command, empty where unknown.
     """
@@ -147,7 +147,7 @@ class Verdict:
     reproduce: str = ""
 
     def __bool__(self) -> bool:
-        return not self.failures
+        return bool(self.checked) and not self.failures
 
     @property
     def broken(self) -> tuple[str, ...]:
@@ -159,6 +159,8 @@ class Verdict:
         """The verdict as text of several lines."""
         kept = [c for c in self.checked if c not in self.broken]
         head = f"contract broken: {', '.join(self.broken)}" if self.failures else "contract kept"
+        if not self.checked:
+            head = "nothing was judged: no clause that is claimed and asked for finds anything to look at"
         shown: set[tuple[str, tuple[int, int]]] = set()
         lines = [head, self.subject, *(line for failure in self.failures for line in failure.lines(shown))]
         lines.append(f"kept: {', '.join(kept) or 'none'}")
@@ -167,6 +169,6 @@ class Verdict:
         return "\n".join(lines)
 
     def check(self) -> None:
-        """Raise AssertionError with the message if a clause was broken."""
-        if self.failures:
+        """Raise AssertionError with the message if a clause was broken, or none was judged."""
+        if not self:
             raise AssertionError(self.message)

@@ -12,7 +12,7 @@ import torch
 from csa_gate._items import class_kernel, uses_common_kernel
 from csa_gate.fixtures.canary import MemoryFault
 from csa_gate.fixtures.cases import Case, Turns
-from csa_gate.fixtures.kernels import Kernel, contract_on
+from csa_gate.fixtures.kernels import Kernel, contract_on, refusal
 from csa_gate.fixtures.marks import L0, L1
 from csa_gate.fixtures.run import run
 from csa_gate.oracles import Inputs, Problem, Result
@@ -51,7 +51,7 @@ class Gate:
 
     def require(self, problem: Problem) -> None:
         """Skip the test if the kernel does not take `problem`."""
-        reason = self.kernel.supports(problem)
+        reason = refusal(self.kernel, problem)
         if reason is not None:
             pytest.skip(reason)
 

@@ -12,17 +12,18 @@ from .streams import StreamsSuite
 from .zeros import ZeroSlotsSuite
 
 
+# Pytest runs the tests of the last base first: values, before what only shows that values are stale.
 class CompressorSuite(
-    NumericsSuite,
-    DeterminismSuite,
-    ZeroSlotsSuite,
-    MemorySuite,
-    RowPaddingSuite,
-    TokenPaddingSuite,
-    BatchSuite,
-    ReplaySuite,
-    GraphSuite,
     StreamsSuite,
+    GraphSuite,
+    ReplaySuite,
+    BatchSuite,
+    TokenPaddingSuite,
+    RowPaddingSuite,
+    MemorySuite,
+    ZeroSlotsSuite,
+    DeterminismSuite,
+    NumericsSuite,
 ):
     """The whole contract. To gate a kernel of your own, subclass it in a test file and say which kernel it is:
 

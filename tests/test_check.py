@@ -4,6 +4,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -202,3 +203,44 @@ def test_as_a_process(kernels):
     done = subprocess.run([*argv, f"{kernels}:Stale"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith("contract broken: zero_slots\n")
+
+
+RAISES = """
+import torch
+from csa_gate.oracles import Contract
+
+class Raises:
+    name = "raises"
+    def contract(self, device):
+        return Contract(zero_slots=True)
+    def supports(self, problem):
+        return None
+    def forward(self, *inputs, ratio, coff, out):
+        raise {error}
+    def backward(self, *inputs, ratio, coff, grad_kv, grad_score, grad_ape):
+        pass
+
+class Refuses(Raises):
+    def supports(self, problem):
+        return False
+"""
+
+
+@pytest.mark.parametrize("error", ["SystemExit(0)", "ValueError('boom')"])
+def test_a_kernel_that_raises_fails(error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever a kernel raises, the command ends with status 1 and says which kernel it was."""
+    path = tmp_path / "mine.py"
+    path.write_text(RAISES.format(error=error))
+    assert (
+        main(["check", "--kernel", f"{path}:Raises", "--problem", "Problem(lens=(9,), ratio=4, coff=2, head_dim=8)"])
+        == 1
+    )
+    assert f"kernel raises raised {error.partition('(')[0]}" in capsys.readouterr().out
+
+
+def test_supports_says_neither(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(RAISES.format(error="OSError"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "--kernel", f"{path}:Refuses", "--problem", "Problem(lens=(9,), ratio=4, coff=2, head_dim=8)"])
+    assert "supports() returned False, need None or the reason why not" in capsys.readouterr().err

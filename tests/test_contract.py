@@ -22,6 +22,8 @@ def test_each_clause_is_claimed_alone(clause: str) -> None:
     [
         ("forward_bits", True, "forward_bits: got True, need one of None, 'eager', 'portable'"),
         ("gradient_bits", "fp64", "gradient_bits: got 'fp64', need one of None, 'eager', 'portable'"),
+        ("zero_slots", "yes", "zero_slots: got 'yes', need one of False, True"),
+        ("replay", 1, "replay: got 1, need one of False, True"),
         ("dape_bits", "eager", "dape_bits: got 'eager', need one of None, 'native', 'portable'"),
     ],
 )

@@ -270,7 +270,10 @@ def test_only_claimed_clauses_are_judged(inputs):
     """What is not claimed, or not asked for, is not held against the kernel."""
     wrong = plant(plant(right(inputs), "out", (0, 0)), "grad_kv", (10, 0), 1.0)
     assert judge(Contract(), inputs, wrong).checked == ()
-    assert judge(Contract(), inputs, wrong)
+    nothing = judge(Contract(), inputs, wrong)
+    assert not nothing and not nothing.failures
+    with pytest.raises(AssertionError, match="nothing was judged"):
+        nothing.check()
     assert broken(Contract(zero_slots=True), inputs, wrong) == ("zero_slots",)
     assert judge(EAGER, inputs, wrong, clauses=["nonfinite"])
     assert broken(EAGER, inputs, wrong, clauses=["zero_slots", "row_padding"]) == ("zero_slots",)

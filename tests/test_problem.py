@@ -152,6 +152,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"token_capacity": 10}, r"token_capacity: got 10, need at least the 11 tokens"),
     ({"token_capacity": "11"}, r"token_capacity: got '11', need an integer"),
     ({"token_capacity": INT32_MAX + 1}, rf"token_capacity: got {INT32_MAX + 1} tokens, need at most {INT32_MAX}"),
+    ({"row_capacity": 2**40}, rf"row_capacity: got {2**40} rows, need at most {INT32_MAX}"),
+    ({"head_dim": 2**40}, rf"head_dim: got {2**41} columns, need at most {INT32_MAX}"),
     ({"lens": (INT32_MAX, 1)}, rf"got {INT32_MAX + 1} tokens, need at most {INT32_MAX}"),
     ({"lens": (3,), "row_capacity": 2}, r"token_capacity: got 3 tokens, need at least ratio = 4: the 2 padding rows"),
 ]

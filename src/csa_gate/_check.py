@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import traceback
 from dataclasses import replace
 
 from csa_gate.fixtures.canary import POISONS, MemoryFault
-from csa_gate.fixtures.kernels import choose_device, contract_on, load_kernel
+from csa_gate.fixtures.kernels import choose_device, contract_on, load_kernel, refusal
 from csa_gate.fixtures.run import run as run_kernel
 from csa_gate.oracles import Contract
 from csa_gate.oracles.distributions import DISTRIBUTIONS, make_inputs
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     device = choose_device(args.device, kernel)
     contract = contract_on(kernel, device)
     assert contract is not None, "choose_device returns a device that the kernel runs on"
-    unsupported = kernel.supports(problem)
+    unsupported = refusal(kernel, problem)
     if unsupported is not None:
         raise ValueError(f"--problem: kernel {kernel.name} does not take it: {unsupported}")
     wanted = _wanted(contract, kernel.name, args.clause)
@@ -50,6 +51,12 @@ def run(args: argparse.Namespace) -> int:
         result = run_kernel(kernel, inputs, poison=args.poison)
     except MemoryFault as fault:
         print(f"{fault}\nreproduce: {reproduce}")
+        return 1
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: a kernel must not end the gate's process as if all were well
+        traceback.print_exc()
+        print(f"kernel {kernel.name} raised {type(error).__name__}: {error}\nreproduce: {reproduce}")
         return 1
     verdict = judge(
         contract, inputs, result, kernel=args.kernel, clauses=[c for c in wanted if c != "memory"], reproduce=reproduce
