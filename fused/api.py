@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import compiled
-from .checks import check_backward, check_forward
+from .checks import check_backward, check_forward, check_offsets
 from .config import Exp
 
 
@@ -45,6 +45,7 @@ def compress_forward(
     tensors = [kv, score, ape, cu_seqlens, cu_seqlens_comp, out]
     if not compiled.rerun("forward", ratio, coff, exp, tensors):
         shape = check_forward(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, out)
+        check_offsets(cu_seqlens, cu_seqlens_comp, ratio, shape)
         _check_exp(exp, kv)
         if shape.total_comp:
             compiled.run("forward", ratio, coff, shape, exp, tensors)
@@ -90,6 +91,7 @@ def compress_backward(
         shape = check_backward(
             kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio, coff, grad_kv, grad_score, grad_ape
         )
+        check_offsets(cu_seqlens, cu_seqlens_comp, ratio, shape)
         _check_exp(exp, kv)
         if shape.total_comp:
             compiled.run("backward", ratio, coff, shape, exp, tensors)

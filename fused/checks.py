@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
@@ -43,7 +44,6 @@ def check_forward(
             f"kv: got {shape.total_tokens} tokens, need at least ratio = {ratio}: "
             f"the {shape.total_comp} rows of out can only be padding, which pools tokens [0, ratio)"
         )
-    _check_offsets(cu_seqlens, cu_seqlens_comp, ratio, shape)
     return shape
 
 
@@ -67,7 +67,6 @@ def check_backward(
     _check("grad_kv", grad_kv, _BF16, tuple(kv.shape), kv.device)
     _check("grad_score", grad_score, _BF16, tuple(kv.shape), kv.device)
     _check("grad_ape", grad_ape, _FP32, tuple(ape.shape), kv.device)
-    _check_offsets(cu_seqlens, cu_seqlens_comp, ratio, shape)
     return shape
 
 
@@ -111,25 +110,29 @@ def _check_inputs(
     _check("cu_seqlens_comp", cu_seqlens_comp, _INT32, (shape.segments + 1,), kv.device)
 
 
-def _check_offsets(cu_seqlens: Tensor, cu_seqlens_comp: Tensor, ratio: int, shape: Shape) -> None:
-    """On the CPU offsets can be read without waiting, and wrong ones would read or write foreign memory."""
+def check_offsets(cu_seqlens: Tensor, cu_seqlens_comp: Tensor, ratio: int, shape: Shape) -> None:
+    """Offsets on the CPU can be read without waiting, and wrong ones would read or write foreign memory.
+
+    Raises:
+        ValueError: they do not start at 0, decrease, do not belong together, or run past the tensors.
+    """
     if cu_seqlens.device.type != "cpu":
         return
+    tokens, rows = cu_seqlens.numpy(), cu_seqlens_comp.numpy()
     for name, offsets, most in (
-        ("cu_seqlens", cu_seqlens, shape.total_tokens),
-        ("cu_seqlens_comp", cu_seqlens_comp, shape.total_comp),
+        ("cu_seqlens", tokens, shape.total_tokens),
+        ("cu_seqlens_comp", rows, shape.total_comp),
     ):
-        if int(offsets[0]) != 0:
-            raise ValueError(f"{name}[0]: got {int(offsets[0])}, need 0")
-        if int(offsets[-1]) > most:
-            raise ValueError(f"{name}[-1]: got {int(offsets[-1])}, need at most {most}")
-    rows = torch.diff(cu_seqlens_comp)
-    wrong = (torch.diff(cu_seqlens) < 0) | (rows != torch.diff(cu_seqlens).div(ratio, rounding_mode="floor"))
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0])
-        tokens, got = int(cu_seqlens[at + 1] - cu_seqlens[at]), int(rows[at])
-        need = "at least 0 tokens" if tokens < 0 else f"{tokens // ratio} rows of {ratio} tokens"
-        raise ValueError(f"cu_seqlens: got {tokens} tokens and {got} rows in segment {at}, need {need}")
+        if offsets[0] != 0:
+            raise ValueError(f"{name}[0]: got {offsets[0]}, need 0")
+        if offsets[-1] > most:
+            raise ValueError(f"{name}[-1]: got {offsets[-1]}, need at most {most}")
+    lens, blocks = np.diff(tokens), np.diff(rows)
+    wrong = np.flatnonzero((lens < 0) | (blocks != lens // ratio))
+    if len(wrong):
+        at = wrong[0]
+        need = "at least 0 tokens" if lens[at] < 0 else f"{lens[at] // ratio} rows of {ratio} tokens"
+        raise ValueError(f"cu_seqlens: got {lens[at]} tokens and {blocks[at]} rows in segment {at}, need {need}")
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:

@@ -56,6 +56,8 @@ def test_explicit_stream(kind: str) -> None:
     csa_compressor_backward_wrapper(*tensors_of(inputs), inputs.grad_out, stream=stream)
     tensors = [t.clone() for t in (*tensors_of(inputs), inputs.grad_out)]
     shapes = [(t.shape, t.dtype) for t in tensors]
+    for shape, dtype in shapes:  # loads torch's kernels, which waits for the device too
+        torch.zeros(shape, dtype=dtype, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(200_000_000)
