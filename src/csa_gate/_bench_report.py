@@ -35,9 +35,9 @@ def table(rows: Sequence[Row], *, header: bool = True) -> list[str]:
         for name, (everywhere, figure) in _COLUMNS.items()
         if everywhere or any(r.threads is None for r in rows)
     }
-    lines = [f"{'pack':<{width}} {'direction':<9}" + "".join(f"{name:>9}" for name in columns)] if header else []
+    lines = [f"{'pack':<{width}} {'direction':<9}" + "".join(f"{name:>10}" for name in columns)] if header else []
     for row in rows:
-        figures = "".join(f"{figure(row) or '-':>9}" for figure in columns.values())
+        figures = "".join(f"{figure(row) or '-':>10}" for figure in columns.values())
         lines.append(f"{_name(row):<{width}} {row.direction:<9}{figures}")
     return lines
 
@@ -80,7 +80,7 @@ _COLUMNS: dict[str, tuple[bool, Callable[[Row], str | None]]] = {
     "call": (False, lambda r: _us(r.host_us.get("ours"))),
     "x add": (False, _of_add),
     "MiB": (False, lambda r: _mib(r.peak_bytes.get("ours"))),
-    "MiB eager": (False, lambda r: _mib(r.peak_bytes.get("eager"))),
+    "eager MiB": (False, lambda r: _mib(r.peak_bytes.get("eager"))),
     "bits": (False, lambda r: None if r.differing is None else str(r.differing)),
 }
 _LONGEST = [Row(max((pack.id for pack in packs.PACKS), key=len), "", "forward", 0, 0.0)]
