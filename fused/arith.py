@@ -73,8 +73,8 @@ def reciprocal(a: Float32) -> Float32:
 def div_by(a: Float32, b: Float32, r: Float32) -> Float32:
     """a / b rounded to nearest, given r = 1 / b rounded to nearest, if no intermediate leaves the normal range.
 
-    Markstein's correction of a * r by its exact remainder. `benchmarks/division_exhaustive.py` finds it equal to the
-    division for every pair of significands.
+    Markstein's correction of a * r by its exact remainder; `benchmarks/division_hard_cases.py` tries every case in
+    which it could differ from the IEEE division.
     """
     q = mul(a, r)
     return fma(fma(-q, b, a), r, q)
