@@ -6,13 +6,13 @@ With y = 1 / b rounded, q = a * y rounded, r = a - q * b rounded and q' = q + r 
 Powers of two scale out as long as nothing leaves the normal range, so a and b are taken in [1, 2), as A and B times
 2^-23.
 
-y is off by at most 2^-25, so q is off by at most 2^-23 where a >= b, and by less than 1.5 * 2^-24 where a < b. Then r,
-a multiple of 2^-46 or 2^-47, is exact in the first case, and in the second off by at most 2^-47. So what is rounded to
-q' is off from a / b by at most 2^-22 * 2^-25 in the first case, and 2^-47 + 1.5 * 2^-23 * 2^-25 in the second. It can
-round to another number only if a midpoint between two numbers lies no further from a / b: an M / 2^24 (M / 2^25
-where a < b) with M odd and d = A * 2^24 - M * B (A * 2^25) an integer other than 0 with |d| < 7. For each B and d such A
-and M are the solutions of M * B = -d modulo a power of two. All of them are tried, and what is right is known: the
-number above the midpoint if d > 0, else the one below. Exits with 1 if any comes out wrong.
+y is off by at most 2^-25, so q is off by at most 2^-23 where a >= b, and by less than 1.5 * 2^-24 where a < b. Then
+r, a multiple of 2^-46 or 2^-47, is exact in the first case, and in the second off by at most 2^-47. So what is
+rounded to q' is off from a / b by at most 2^-22 * 2^-25 in the first case, and 2^-47 + 1.5 * 2^-23 * 2^-25 in the
+second. It can round to another number only if a midpoint between two numbers lies no further from a / b: an M / 2^24
+(M / 2^25 where a < b) with M odd and d = A * 2^24 - M * B (A * 2^25) an integer other than 0 with |d| < 7. For each B
+and d such A and M are the solutions of M * B = -d modulo a power of two. All of them are tried, and what is right is
+known: the number above the midpoint if d > 0, else the one below. Exits with 1 if any comes out wrong.
 """
 
 from __future__ import annotations

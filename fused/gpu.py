@@ -86,7 +86,7 @@ def backward(
     stream: Any,
     config: Constexpr,
 ) -> None:
-    """`leaves` holds `workspace` fp32."""
+    """`leaves` holds ceil(total_comp / LEAF_ROWS) * leaf_parts * ratio * width fp32."""
     shape = config.schedule
     kind = storage(config)
     groups = head_dim // config.vec
