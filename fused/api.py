@@ -70,8 +70,8 @@ def compress_backward(
     """Gradients of `compress_forward`, every element written: exact +0 where no row consumes a slot.
 
     grad_kv and grad_score have the reference's bits as out has; grad_ape is summed by a tree that the rows alone
-    determine: the same from run to run, and in portable mode from device to device. An fp32 workspace of ceil(total_comp
-    / 32) * ratio * coff * head_dim elements is allocated, 16 times that for windows above 32 on CUDA.
+    determine: the same from run to run, and in portable mode from device to device. An fp32 workspace of
+    ceil(total_comp / 32) * ratio * coff * head_dim elements is allocated, 16 times that for windows above 32 on CUDA.
 
     Args:
         kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, exp: as in `compress_forward`.
