@@ -10,6 +10,7 @@ from cutlass.memory import SmemAllocator
 from .ape import accumulate, sum_leaves, total_of
 from .arith import apply
 from .config import LEAF_LANES, LEAF_ROWS, Config
+from .gaps import zero_rowless
 from .window import fragments, locate
 
 LEAF_COLUMNS = 32  # columns of grad_ape that one block sums over the leaves
@@ -35,6 +36,26 @@ def locate_rows(
         codes[thread] = code
         ends[thread] = end
     return codes, ends
+
+
+@cute.jit
+def clear_rowless(
+    config: Constexpr,
+    cu_seqlens: cute.Tensor,
+    grad_kv: cute.Tensor,
+    grad_score: cute.Tensor,
+    segments: Int32,
+    total_tokens: Int32,
+    groups: Int32,
+    number: Int32,
+    blocks: Int32,
+) -> None:
+    """`zero_rowless` by block `number` of `blocks`, each row of whose threads is a worker."""
+    shape = config.schedule
+    tx, ty, _ = cute.arch.thread_idx()
+    worker, workers = number * shape.threads_y + ty, blocks * shape.threads_y
+    lanes = Int32(shape.threads_x)
+    zero_rowless(config, cu_seqlens, grad_kv, grad_score, segments, total_tokens, groups, worker, workers, tx, lanes)
 
 
 @cute.kernel

@@ -73,8 +73,7 @@ def check_backward(
 def _sizes(kv: Tensor, cu_seqlens: Tensor, ratio: int, coff: int, name: str, rows: Tensor) -> Shape:
     if isinstance(ratio, bool) or not isinstance(ratio, int) or not 1 <= ratio <= MAX_RATIO:
         raise ValueError(f"ratio: got {ratio!r}, need an integer from 1 to {MAX_RATIO}")
-    if isinstance(coff, bool) or not isinstance(coff, int) or coff not in (1, 2):
-        raise ValueError(f"coff: got {coff!r}, need 1 or 2")
+    check_coff(coff)
     for argument, tensor, rank in (("kv", kv, 2), ("cu_seqlens", cu_seqlens, 1), (name, rows, 2)):
         _check_tensor(argument, tensor)
         if tensor.dim() != rank:
@@ -150,7 +149,19 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def _check_tensor(name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name}: got {type(tensor).__name__}, need a torch.Tensor")
+    require_tensors(**{name: tensor})
     if isinstance(tensor, FakeTensor):
         raise ValueError(f"{name}: got a FakeTensor, need one with memory")
+
+
+def require_tensors(**arguments: object) -> None:
+    """Raise ValueError for the first argument that is no tensor."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name}: got {type(value).__name__}, need a torch.Tensor")
+
+
+def check_coff(coff: object) -> None:
+    """Raise ValueError for a coff that is neither 1 nor 2."""
+    if isinstance(coff, bool) or not isinstance(coff, int) or coff not in (1, 2):
+        raise ValueError(f"coff: got {coff!r}, need 1 or 2")

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from . import compiled
 from .api import compress_backward, compress_forward
-from .checks import Shape, check_backward, check_forward
-from .config import Direction, Exp
+from .checks import Shape, check_backward, check_forward, require_tensors
+from .config import Direction
 from .streams import StreamLike, call_on
-from .wrappers import require_tensors
 
 MINIMUM_CAPABILITY = (8, 0)
 _INPUTS = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
@@ -59,7 +58,7 @@ class _Compressor:
             self.check_support()
         assert self._shape is not None
         if self._shape.total_comp:
-            exp: Exp = "native" if self.device.type == "cuda" else "portable"
+            exp = compiled.default_exp(self.device)
             memory = [t for t in self._samples if t.dtype != torch.int32]
             config = compiled.configure(self._direction, self.ratio, self.coff, self._shape, exp, self.device, memory)
             compiled.compiled_function(self._direction, config, self.device.index)

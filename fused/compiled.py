@@ -55,6 +55,11 @@ def configure(
     return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, schedule, head_dim)
 
 
+def default_exp(device: torch.device) -> Exp:
+    """CUDA's own exp where there is one, else the portable one."""
+    return "native" if device.type == "cuda" else "portable"
+
+
 def rerun(direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors: list[Tensor]) -> bool:
     """Repeat a call whose like has succeeded before, on CUDA; False if there is none, and then nothing was written.
 
@@ -62,10 +67,9 @@ def rerun(direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors:
     itself before it launches; its objections are left to the caller's own checks, which name the argument.
     """
     try:
-        kv = tensors[0]
-        if type(kv) not in _PLAIN:
+        if type(tensors[0]) not in _PLAIN:
             return False
-        plan = _PLANS.get((direction, ratio, coff, exp, kv.shape, tensors[3].shape, tensors[5].shape, kv.device))
+        plan = _PLANS.get(_plan_key(direction, ratio, coff, exp, tensors))
         if plan is None:
             return False
         plan(tensors)
@@ -84,8 +88,9 @@ def run(direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp | No
         RuntimeError: the function is not compiled yet and a CUDA graph is being captured, which would break it.
     """
     kv = tensors[0]
-    chosen = exp or ("native" if kv.is_cuda else "portable")
-    config = configure(direction, ratio, coff, shape, chosen, kv.device, tensors[:3] + tensors[5:])
+    config = configure(
+        direction, ratio, coff, shape, exp or default_exp(kv.device), kv.device, tensors[:3] + tensors[5:]
+    )
     function = compiled_function(direction, config, kv.device.index)
     sizes = (shape.segments, shape.total_tokens, shape.total_comp, shape.head_dim)
     leaves = -(-shape.total_comp // LEAF_ROWS) * config.schedule.leaf_parts * tensors[2].numel()
@@ -95,20 +100,28 @@ def run(direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp | No
         _run_on_host(function, direction, config, sizes, tensors)
         return
 
+    device = kv.device
+
     def plan(tensors: list[Tensor]) -> None:
         if direction == "backward":
-            tensors = [*tensors, torch.empty(leaves, dtype=torch.float32, device=kv_device)]
-        if torch.cuda.current_device() == kv_device.index:
+            tensors = [*tensors, torch.empty(leaves, dtype=torch.float32, device=device)]
+        if torch.cuda.current_device() == device.index:
             function(*tensors, *sizes)
         else:
-            with torch.cuda.device(kv_device):
+            with torch.cuda.device(device):
                 function(*tensors, *sizes)
 
-    kv_device = kv.device
     plan(tensors)
     if len(_PLANS) >= MAX_PLANS:
         _PLANS.clear()
-    _PLANS[(direction, ratio, coff, exp, kv.shape, tensors[3].shape, tensors[5].shape, kv_device)] = plan
+    _PLANS[_plan_key(direction, ratio, coff, exp, tensors)] = plan
+
+
+def _plan_key(
+    direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors: list[Tensor]
+) -> tuple[object, ...]:
+    kv, offsets, rows = tensors[0], tensors[3], tensors[5]
+    return direction, ratio, coff, exp, kv.shape, offsets.shape, rows.shape, kv.device
 
 
 def _run_on_host(

@@ -9,11 +9,11 @@ import threading
 import torch
 from torch import Tensor
 
-from .checks import INT32_MAX
+from .checks import INT32_MAX, require_tensors
 from .classes import MINIMUM_CAPABILITY
 from .config import MAX_RATIO
 from .op import compress_thd
-from .wrappers import head_dim_of, require_tensors
+from .wrappers import head_dim_of
 
 SWITCH = "CSA_GATE_FUSED"
 """The environment variable that, set to 0, makes all calls decline; read at each call, or when torch.compile traces."""

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .api import compress_forward
-from .wrappers import allocating_backward, empty_rows, head_dim_of, require_tensors, rows_of
+from .checks import require_tensors
+from .wrappers import allocating_backward, empty_rows, head_dim_of, rows_of
 
 
 def compress_thd(

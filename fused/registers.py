@@ -8,9 +8,9 @@ from cutlass import Constexpr, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from .arith import add, apply
-from .block import known_groups, locate_rows
+from .block import clear_rowless, known_groups, locate_rows
 from .config import LEAF_ROWS
-from .gaps import zero_after_last, zero_rowless
+from .gaps import zero_after_last
 from .window import ape_entry, backward_row, forward_row, fragments, halving_tree, load_bias, place_of
 
 STAGED_ENTRIES = 8  # window entries of a leaf that pass through shared memory at a time
@@ -92,19 +92,8 @@ def backward_kernel(
                     apply(add, config, (total, k), (total, k), (dscore, k))
         _block_sum(config, total, leaves, leaf, group, groups)
     else:
-        zero_rowless(
-            config,
-            cu_seqlens,
-            grad_kv,
-            grad_score,
-            segments,
-            total_tokens,
-            groups,
-            (block - leaf_blocks) * shape.threads_y + ty,
-            rowless_blocks * shape.threads_y,
-            tx,
-            Int32(shape.threads_x),
-        )
+        number = block - leaf_blocks
+        clear_rowless(config, cu_seqlens, grad_kv, grad_score, segments, total_tokens, groups, number, rowless_blocks)
 
 
 @cute.jit

@@ -11,16 +11,18 @@ import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from .arith import NEG_INF, add, apply, exp, maximum, minimum, mul, storage, sub
-from .block import known_groups, locate_rows
+from .arith import NEG_INF, add, apply, maximum, minimum, mul, storage
+from .block import clear_rowless, known_groups, locate_rows
 from .config import LEAF_ROWS, Config
-from .gaps import zero_after_last, zero_rowless
+from .gaps import zero_after_last
 from .window import (
     Place,
+    add_bias,
     ape_entry,
     dkv_of,
     dscore_of,
     entry,
+    extreme,
     fragments,
     normalise,
     place_of,
@@ -28,6 +30,7 @@ from .window import (
     same,
     store_rounded,
     term_of,
+    to_powers,
 )
 
 SUM_UNROLL = 4  # shared-memory loads of a serial sum in flight
@@ -76,37 +79,41 @@ def _exists(config: Config, place: Place, i: int, ty: Int32) -> Boolean:
 
 
 @cute.jit
-def load_own(config: Constexpr, memory: cute.Tensor, place: Place, ty: Int32) -> cute.Tensor:
-    """The thread's entries of a window of kv or score, (own, vec) in `storage`; 0 where there is none."""
-    own = fragments(own_entries(config), config, storage(config))
+def load_own(
+    config: Constexpr, memory: cute.Tensor, place: Place, ty: Int32, index: Constexpr, kind: Constexpr
+) -> cute.Tensor:
+    """The thread's entries of a window, (own, vec) of `kind`, found by `entry` or `bias_entry`; else 0."""
+    own = fragments(own_entries(config), config, kind)
     run = cutlass.const_expr(_run_length(config))
     for start in cutlass.range_constexpr(0, own_entries(config), run):
         if _exists(config, place, start, ty):
             for i in cutlass.range_constexpr(start, start + run):
                 half, k = _entry_of(config, i, ty)
-                cute.autovec_copy(memory[entry(config, place, half, k), None], own[i, None])
+                cute.autovec_copy(memory[index(config, place, half, k), None], own[i, None])
         else:
             for i in cutlass.range_constexpr(start, start + run):
                 own[i, None].fill(0)
     return own
 
 
-@cute.jit
-def load_own_bias(config: Constexpr, ape: cute.Tensor, group: Int32, groups: Int32, ty: Int32) -> cute.Tensor:
+def bias_entry(config: Config, place: Place, half: int | Int32, k: Int32) -> Int32:
+    """As `entry`, of the position bias."""
+    return ape_entry(config, place.group, place.groups, half, k)
+
+
+def any_row(group: Int32, groups: Int32) -> Place:
+    """The place of a row that is no first block, so that all entries count."""
+    return Place(Int32(0), Int32(0), Boolean(False), group, groups)
+
+
+def load_own_bias(config: Config, ape: cute.Tensor, group: Int32, groups: Int32, ty: Int32) -> cute.Tensor:
     """ape for the thread's entries, (own, vec) fp32; 0 where there is none."""
-    bias = fragments(own_entries(config), config)
-    # Of a row that is no first block, so that all entries count.
-    place = Place(Int32(0), Int32(0), Boolean(False), group, groups)
-    run = cutlass.const_expr(_run_length(config))
-    for start in cutlass.range_constexpr(0, own_entries(config), run):
-        if _exists(config, place, start, ty):
-            for i in cutlass.range_constexpr(start, start + run):
-                half, k = _entry_of(config, i, ty)
-                cute.autovec_copy(ape[ape_entry(config, group, groups, half, k), None], bias[i, None])
-        else:
-            for i in cutlass.range_constexpr(start, start + run):
-                bias[i, None].fill(0.0)
-    return bias
+    return load_own(config, ape, any_row(group, groups), ty, bias_entry, Float32)
+
+
+def load_rows(config: Config, score: cute.Tensor, kv: cute.Tensor, place: Place, ty: Int32) -> list[cute.Tensor]:
+    """The thread's entries of score and of kv, (own, vec) in `storage`."""
+    return [load_own(config, memory, place, ty, entry, storage(config)) for memory in (score, kv)]
 
 
 @cute.jit
@@ -169,28 +176,21 @@ def own_weights(
     """The softmax weights of the thread's entries, (own, vec) fp32."""
     count = cutlass.const_expr(own_entries(config))
     width = config.schedule.threads_x
-    x = fragments(count, config)
-    low, top, other = fragments(1, config), fragments(1, config), fragments(1, config)
-    for i in cutlass.range(count, unroll_full=True):
-        apply(add, config, (x, i), (scores, i), (bias, i))
-    cute.autovec_copy(x[0, None], low[0, None])
-    for i in cutlass.range(1, count, unroll_full=True):
-        apply(minimum, config, (low, 0), (low, 0), (x, i))
+    x = add_bias(config, count, scores, bias)
+    low = extreme(config, count, x, minimum)
     run = cutlass.const_expr(_run_length(config))
     for start in cutlass.range_constexpr(0, count, run):
         if _exists(config, place, start, ty) == Boolean(False):
             for i in cutlass.range_constexpr(start, start + run):
                 x[i, None].fill(NEG_INF)
-    cute.autovec_copy(x[0, None], top[0, None])
-    for i in cutlass.range(1, count, unroll_full=True):
-        apply(maximum, config, (top, 0), (top, 0), (x, i))
+    top = extreme(config, count, x, maximum)
+    other = fragments(1, config)
     cute.autovec_copy(top[0, None], sums[ty * width + tx, None])
     cute.arch.sync_threads()
     for y in cutlass.range(config.schedule.threads_y, unroll_full=True):
         cute.autovec_copy(sums[y * width + tx, None], other[0, None])
         apply(maximum, config, (top, 0), (top, 0), (other, 0))
-    for i in cutlass.range(count, unroll_full=True):
-        apply(lambda a, b: exp(sub(a, b), config), config, (x, i), (x, i), (top, 0))
+    to_powers(config, count, x, top)
     to_plane(config, x, plane, tx, ty)
     normalise(config, count, x, plane_sum(config, plane, sums, config.softmax_lanes, False, tx, ty), low, top)
     return x
@@ -225,7 +225,7 @@ def forward_kernel(
         row = start + local
         if row < total_comp:
             place = place_of(row, codes[local], group, groups)
-            scores, values = load_own(config, score, place, ty), load_own(config, kv, place, ty)
+            scores, values = load_rows(config, score, kv, place, ty)
             terms = own_weights(config, scores, bias, plane, sums, place, tx, ty)
             for i in cutlass.range(own_entries(config), unroll_full=True):
                 apply(mul, config, (terms, i), (values, i), (terms, i))
@@ -279,29 +279,17 @@ def backward_kernel(
                 if group < groups:
                     lanes = Int32(shape.threads_y)
                     zero_after_last(config, grad_kv, grad_score, place, ends[local], ty, lanes)
-        # Of a row that is no first block, so that all entries count.
-        place = Place(Int32(0), Int32(0), Boolean(False), group, groups)
+        place = any_row(group, groups)
         run = cutlass.const_expr(_run_length(config))
         for first in cutlass.range_constexpr(0, own_entries(config), run):
             if _exists(config, place, first, ty):
                 for i in cutlass.range_constexpr(first, first + run):
                     half, k = _entry_of(config, i, ty)
-                    at = part * config.window * groups + ape_entry(config, group, groups, half, k)
+                    at = part * config.window * groups + bias_entry(config, place, half, k)
                     cute.autovec_copy(total[i, None], leaves[at, None])
     else:
-        zero_rowless(
-            config,
-            cu_seqlens,
-            grad_kv,
-            grad_score,
-            segments,
-            total_tokens,
-            groups,
-            (block - leaf_blocks) * shape.threads_y + ty,
-            rowless_blocks * shape.threads_y,
-            tx,
-            Int32(shape.threads_x),
-        )
+        number = block - leaf_blocks
+        clear_rowless(config, cu_seqlens, grad_kv, grad_score, segments, total_tokens, groups, number, rowless_blocks)
 
 
 @cute.jit
@@ -322,7 +310,7 @@ def _backward_row(
 ) -> None:
     """Write the gradients of the thread's entries of one row, and add their dscore to `total`."""
     count = cutlass.const_expr(own_entries(config))
-    scores, values = load_own(config, score, place, ty), load_own(config, kv, place, ty)
+    scores, values = load_rows(config, score, kv, place, ty)
     go = fragments(1, config, storage(config))
     go.fill(0)
     if place.group < place.groups:

@@ -147,25 +147,43 @@ def load_window(config: Constexpr, memory: cute.Tensor, place: Place) -> cute.Te
 
 
 @cute.jit
+def add_bias(config: Constexpr, count: Constexpr, scores: cute.Tensor, bias: cute.Tensor) -> cute.Tensor:
+    """scores + bias of `count` entries, (count, vec) fp32."""
+    x = fragments(count, config)
+    for k in cutlass.range(count, unroll_full=config.on_gpu):
+        apply(add, config, (x, k), (scores, k), (bias, k))
+    return x
+
+
+@cute.jit
+def extreme(config: Constexpr, count: Constexpr, x: cute.Tensor, operation: Constexpr) -> cute.Tensor:
+    """`maximum` or `minimum` over `count` entries, (1, vec)."""
+    found = fragments(1, config)
+    cute.autovec_copy(x[0, None], found[0, None])
+    for k in cutlass.range(1, count, unroll_full=config.on_gpu):
+        apply(operation, config, (found, 0), (found, 0), (x, k))
+    return found
+
+
+@cute.jit
+def to_powers(config: Constexpr, count: Constexpr, x: cute.Tensor, top: cute.Tensor) -> None:
+    """Turn `count` logits into exp(x - top) in place."""
+    for k in cutlass.range(count, unroll_full=config.on_gpu):
+        apply(lambda a, b: exp(sub(a, b), config), config, (x, k), (x, k), (top, 0))
+
+
+@cute.jit
 def softmax(config: Constexpr, scores: cute.Tensor, bias: cute.Tensor, place: Place) -> cute.Tensor:
     """Weights of a row's window, (window, vec) fp32, summed in softmax order; the logit of an invalid entry is −inf."""
-    x = fragments(config.window, config)
-    low, top = fragments(1, config), fragments(1, config)
-    for k in cutlass.range(config.window, unroll_full=config.on_gpu):
-        apply(add, config, (x, k), (scores, k), (bias, k))
+    x = add_bias(config, config.window, scores, bias)
     # Before −inf comes in: a weight of 0 is no hindrance to the fast division.
-    cute.autovec_copy(x[0, None], low[0, None])
-    for k in cutlass.range(1, config.window, unroll_full=config.on_gpu):
-        apply(minimum, config, (low, 0), (low, 0), (x, k))
+    low = extreme(config, config.window, x, minimum)
     for half in cutlass.range_constexpr(config.coff):
         if _is_invalid(config, place, half):
             for k in cutlass.range(config.ratio, unroll_full=config.on_gpu):
                 x[half * config.ratio + k, None].fill(NEG_INF)
-    cute.autovec_copy(x[0, None], top[0, None])
-    for k in cutlass.range(1, config.window, unroll_full=config.on_gpu):
-        apply(maximum, config, (top, 0), (top, 0), (x, k))
-    for k in cutlass.range(config.window, unroll_full=config.on_gpu):
-        apply(lambda a, b: exp(sub(a, b), config), config, (x, k), (x, k), (top, 0))
+    top = extreme(config, config.window, x, maximum)
+    to_powers(config, config.window, x, top)
     normalise(config, config.window, x, lane_sum(config, x), low, top)
     return x
 

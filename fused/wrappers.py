@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .api import compress_backward, compress_forward
+from .checks import check_coff, require_tensors
 from .streams import StreamLike, call_on
 
 
@@ -135,13 +136,6 @@ def allocating_backward(
     )
 
 
-def require_tensors(**arguments: object) -> None:
-    """Raise ValueError for the first argument that is no tensor."""
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name}: got {type(value).__name__}, need a torch.Tensor")
-
-
 def empty_rows(kv: Tensor, head_dim: int, rows: int) -> Tensor:
     """An `out` of `rows` rows, uninitialised, where kv is."""
     return torch.empty((rows, head_dim), dtype=torch.bfloat16, device=kv.device)
@@ -152,8 +146,7 @@ def head_dim_of(kv: Tensor, coff: int, head_dim: int | None = None) -> int:
     require_tensors(kv=kv)
     if kv.dim() != 2:
         raise ValueError(f"kv: got shape {tuple(kv.shape)}, need 2 dimensions")
-    if isinstance(coff, bool) or coff not in (1, 2):
-        raise ValueError(f"coff: got {coff!r}, need 1 or 2")
+    check_coff(coff)
     width = kv.shape[1]
     if head_dim is not None and coff * head_dim != width:
         raise ValueError(f"head_dim: got {head_dim!r}, need {width / coff:g}: kv has {width} columns, coff is {coff}")
