@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .fp32 import two_sum
 from .inputs import Inputs, Result
 from .windows import gather, logits, scatter, scatter_ape, valid
 
@@ -95,16 +96,14 @@ def _leaves(x: Tensor) -> Tensor:
 
 
 class _Compensated:
-    """A running sum that keeps its rounding errors, each found exactly by Knuth's two_sum."""
+    """A running sum that keeps its rounding errors, each found exactly."""
 
     def __init__(self, zero: Tensor) -> None:
         self._high, self._low = zero, zero.clone()
 
     def add(self, term: Tensor) -> None:
-        high = self._high + term
-        back = high - self._high
-        self._low += (self._high - (high - back)) + (term - back)
-        self._high = high
+        self._high, error = two_sum(self._high, term)
+        self._low += error
 
     def total(self) -> Tensor:
         """The sum; where it is Inf or NaN the errors are NaN and left out."""
