@@ -31,6 +31,7 @@ LN2_HIGH = float.fromhex("0x1.62e4p-1")
 LN2_LOW = float.fromhex("0x1.7f7d1cp-20")
 ROUND_TO_INTEGER = 12582912.0  # 1.5 * 2^23: adding it leaves the integer in the low bits
 ROUND_TO_INTEGER_BITS = 0x4B400000
+FAR = 64  # a bit of what `exp_near` returns beside the power
 EXP_UNDERFLOW = -105.0  # exp is +0 in fp32 from here on down
 EXP_COEFFICIENTS = tuple(
     float.fromhex(c)
@@ -67,7 +68,12 @@ def div(a: Lane, b: Lane) -> Lane:
 
 
 def reciprocal(a: Float32) -> Float32:
-    return cute.math.rcp(a, rounding=NEAREST)
+    """1 / a rounded to nearest, of a normal number whose reciprocal is one.
+
+    The steps are those of the IEEE division's own first part, less its care for all other numbers.
+    """
+    y = cute.arch.rcp_approx(a)
+    return fma(y, fma(-a, y, Float32(1.0)), y)
 
 
 def div_by(a: Float32, b: Float32, r: Float32) -> Float32:
@@ -80,13 +86,9 @@ def div_by(a: Float32, b: Float32, r: Float32) -> Float32:
     return fma(fma(-q, b, a), r, q)
 
 
-# NaN may be dropped by both: a NaN logit makes its own exp NaN, hence the sum, hence every weight.
+# NaN may be dropped: a NaN logit makes its own exp NaN, hence the sum, hence every weight.
 def maximum(a: Lane, b: Lane) -> Lane:
     return cute.where(b > a, b, a) if on_host(a) else cute.arch.fmax(a, b)
-
-
-def minimum(a: Lane, b: Lane) -> Lane:
-    return cute.where(b < a, b, a) if on_host(a) else cute.arch.fmin(a, b)
 
 
 def unless_nan(a: Lane, b: Lane) -> Lane:
@@ -104,6 +106,26 @@ def two_sum(a: Lane, b: Lane) -> tuple[Lane, Lane]:
     s = add(a, b)
     b_part = sub(s, a)
     return s, add(sub(a, sub(s, b_part)), sub(b, b_part))
+
+
+def exp_near(x: Float32) -> tuple[Float32, Int32]:
+    """CUDA's expf of −44 < x <= 0 in fewer instructions, and a number whose bit `FAR` is set for any other x, NaN too.
+
+    expf takes x apart as n * log(2) + r and multiplies exp(r) by 2^n; where the power is no subnormal, adding n to the
+    exponent does the same. The low bits of the number are −n.
+    """
+    t = _ptx("fma.rn.sat.f32 {$w0}, {$r0}, 0f3BBB989D, 0f3F000000;", Float32, x)  # x / (252 * log(2)) + 1/2
+    # 126 − 252 * t rounded up, which is −n, in the low bits
+    shifted = cute.math.fma(t, Float32(-252.0), Float32(ROUND_TO_INTEGER + 126), rounding=RoundingMode.UP)
+    minus_n = sub(shifted, Float32(ROUND_TO_INTEGER))
+    r = fma(x, Float32(1.925963033500011079e-08), fma(x, Float32(LOG2_E), minus_n))
+    power, bits = _ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32, r), shifted.bitcast(Int32)
+    scaled = _ptx("mad.lo.s32 {$w0}, {$r0}, -8388608, {$r1};", Int32, bits, power.bitcast(Int32))
+    return scaled.bitcast(Float32), bits
+
+
+def _ptx(instruction: str, kind: type, *operands: Float32 | Int32) -> Float32 | Int32:
+    return cute.arch.inline_ptx(instruction, write_only_types=[kind], read_only_args=list(operands))
 
 
 def exp(x: Lane, config: Config) -> Lane:

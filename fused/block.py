@@ -64,6 +64,7 @@ def grad_ape_kernel(
     leaves: cute.Tensor,
     grad_ape: cute.Tensor,
     segments: Int32,
+    total_comp: Int32,
     size: Int32,
     parts: Constexpr,
     config: Constexpr,
@@ -80,7 +81,8 @@ def grad_ape_kernel(
     own_high.fill(0.0)
     own_low.fill(0.0)
     if at < size:
-        count = (cu_seqlens_comp[segments] + LEAF_ROWS - 1) // LEAF_ROWS
+        rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
+        count = (rows + LEAF_ROWS - 1) // LEAF_ROWS
         sum_leaves(config, leaves, count, parts, size, at, lane, own_high, own_low, Int32(0))
     slot = lane * LEAF_COLUMNS + tx
     cute.autovec_copy(own_high[0, None], high[slot, None])

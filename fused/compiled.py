@@ -17,15 +17,14 @@ from . import cpu, gpu
 from .checks import Shape
 from .config import (
     LEAF_ROWS,
-    LONG_WINDOW,
     LOOP,
-    SCALAR_WINDOW,
     STATIC_HEAD_DIMS,
     Config,
     Direction,
     Exp,
     orders,
     schedule_of,
+    widest_on_gpu,
 )
 
 _LOCK = threading.Lock()  # the DSL compiles one function at a time
@@ -42,14 +41,15 @@ def configure(
 ) -> Config:
     """The configuration of one call: the widest accesses that head_dim and, on a GPU, the tensors' addresses allow."""
     window = coff * ratio
-    widest = CPU_VEC if device.type == "cpu" else 1 if SCALAR_WINDOW < window <= LONG_WINDOW else 2
+    on_gpu = device.type == "cuda"
+    widest = widest_on_gpu(direction, window, shape.head_dim, shape.total_comp) if on_gpu else CPU_VEC
     vec = next(v for v in (8, 4, 2, 1) if v <= widest and shape.head_dim % v == 0)
-    if device.type == "cuda" and any(t.data_ptr() % (vec * t.itemsize) for t in tensors):
+    if on_gpu and any(t.data_ptr() % (vec * t.itemsize) for t in tensors):
         vec = 1
     rows = None if exp == "portable" else shape.total_comp
     softmax_lanes, pool_lanes = orders(window, shape.head_dim, rows)
     schedule, head_dim = LOOP, None
-    if device.type == "cuda":
+    if on_gpu:
         schedule = schedule_of(direction, window, shape.head_dim // vec, shape.total_comp)
         head_dim = shape.head_dim if shape.head_dim in STATIC_HEAD_DIMS else None
     return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, schedule, head_dim)
@@ -187,7 +187,7 @@ def _device_tensors(direction: Direction, config: Config) -> list[Any]:
         align = config.vec * dtype.width // 8
         return make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=align)
 
-    kv, ape = (matrix(BFloat16, tokens, width), matrix(Float32, config.ratio, width))
+    kv, ape = matrix(BFloat16, tokens, width), matrix(Float32, config.ratio, width)
     cu = make_fake_compact_tensor(Int32, (offsets,))
     tensors = [kv, kv, ape, cu, cu, matrix(BFloat16, rows, head_dim)]
     if direction == "backward":

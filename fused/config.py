@@ -12,9 +12,17 @@ Family = Literal["loop", "registers", "streamed"]
 LEAF_ROWS = 32  # consecutive rows that one leaf of the dape tree sums
 LEAF_LANES = 32  # running sums that the leaves are dealt to
 MAX_RATIO = 256
-# Longest window: columns and shares of a block, and blocks a multiprocessor in the backward.
-STREAMED_CUTS = {64: (32, 8, 1), 128: (16, 16, 3), 256: (16, 16, 2), 2 * MAX_RATIO: (8, 32, 1)}
+# Longest window: column groups and shares of a block, and blocks that a multiprocessor should hold. The best of those
+# tried on an H200 (65,536 tokens, windows 128 and 256): others took up to twice the time.
+STREAMED: dict[Direction, dict[int, tuple[int, int, int]]] = {
+    "forward": {64: (16, 16, 5), 128: (16, 16, 5), 256: (16, 16, 3), 2 * MAX_RATIO: (8, 32, 2)},
+    "backward": {64: (16, 16, 3), 128: (16, 16, 3), 256: (16, 16, 2), 2 * MAX_RATIO: (8, 32, 1)},
+}
+ROWS_EACH = 4  # of a streamed backward block, for a dape workspace that is small beside the gradients
+MANY_BLOCKS = 512  # that keep a large device busy with so many rows each
+WARP = 32
 LONG_WINDOW = 32  # longer ones are streamed
+SHORT_WINDOW = 8  # longer ones have no schedule of their own for many rows
 SCALAR_WINDOW = 16  # longer windows take one column a thread on the GPU, for their registers
 STATIC_HEAD_DIMS = (128, 512)  # of production: compiled in on the GPU; all others share a function
 MANY_THREADS = 1 << 18  # rows times column groups that fill a large device with four rows a thread, or with two
@@ -79,6 +87,11 @@ class Config:
         """Columns of a group that GPU arithmetic is about."""
         return tuple(range(self.vec)) if self.column is None else (self.column,)
 
+    @property
+    def fast(self) -> bool:
+        """Whether powers and quotients have a fast path, which CUDA's own exp has on the GPU."""
+        return self.on_gpu and self.exp == "native"
+
     def each_column(self) -> list[Config]:
         """For each column of a group in turn, so that fewer registers are live; the host's vector has all at once."""
         return [replace(self, column=c) for c in range(self.vec)] if self.on_gpu else [self]
@@ -101,18 +114,29 @@ def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Sc
     thread are `LEAF_ROWS`.
     """
     if window > LONG_WINDOW:
-        # Eight or 16 entries a thread, and a plane of at most 32 KiB. On an H200 other cuts took up to twice the time
-        # of these (65,536 tokens, windows 64, 128 and 256).
-        columns, shares, min_blocks = next(cut for longest, cut in STREAMED_CUTS.items() if window <= longest)
-        columns = min(columns, 1 << (groups - 1).bit_length())
-        rows_each, min_blocks = (1, 1) if direction == "forward" else (2, min_blocks)
-        return Schedule("streamed", columns, shares, rows_each, min_blocks)
+        width, shares, min_blocks = next(cut for longest, cut in STREAMED[direction].items() if window <= longest)
+        width = min(width, 1 << (groups - 1).bit_length())
+        many = rows // ROWS_EACH * -(-groups // width) >= MANY_BLOCKS
+        rows_each = ROWS_EACH if many and direction == "backward" else 1
+        return Schedule("streamed", width, shares, rows_each, min_blocks)
     if window > SCALAR_WINDOW:
         return Schedule("registers", 32, 4, 1, 1) if direction == "forward" else Schedule("registers", 8, 32, 1, 1)
     many = rows * groups >= MANY_THREADS
     if direction == "backward":
-        return Schedule("registers", 16, 32, 1, 2) if many and window <= 8 else Schedule("registers", 16, 16, 2, 1)
-    return Schedule("registers", 32, 4, 4, 4) if many and window <= 8 else Schedule("registers", 32, 8, 1, 1)
+        return (
+            Schedule("registers", 16, 32, 1, 2)
+            if many and window <= SHORT_WINDOW
+            else Schedule("registers", 16, 16, 2, 1)
+        )
+    return Schedule("registers", 32, 4, 4, 4) if many and window <= SHORT_WINDOW else Schedule("registers", 32, 8, 1, 1)
+
+
+def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -> int:
+    """Columns of a group on a GPU, at most."""
+    if SCALAR_WINDOW < window <= LONG_WINDOW:
+        return 1
+    # The fewer instructions of four pay where there is work enough for as many threads.
+    return 4 if direction == "forward" and window <= SHORT_WINDOW and rows * head_dim >= 4 * MANY_THREADS else 2
 
 
 def orders(window: int, head_dim: int, rows: int | None) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from .block import LEAF_COLUMNS, grad_ape_kernel
 from .config import LEAF_LANES, LEAF_ROWS, Config
 from .window import columns
 
+FAMILIES = {"registers": registers, "streamed": streamed}
 ROWLESS_BLOCKS = 512  # at most: four a multiprocessor on the largest devices
 ROWLESS_SEGMENTS = 64  # segments, or rows' worth of tokens, that one of these blocks is worth starting for
 
@@ -45,8 +46,7 @@ def forward(
     size = total_tokens * config.coff * groups
     column_blocks = (groups + shape.threads_x - 1) // shape.threads_x
     row_blocks = (total_comp + shape.rows - 1) // shape.rows
-    family = registers if shape.family == "registers" else streamed
-    family.forward_kernel(
+    FAMILIES[shape.family].forward_kernel(
         columns(kv, size, config, kind),
         columns(score, size, config, kind),
         columns(ape, config.window * groups, config),
@@ -96,8 +96,7 @@ def backward(
     column_blocks = (groups + shape.threads_x - 1) // shape.threads_x
     rowless = (cutlass.max(segments, total_tokens // config.ratio) + ROWLESS_SEGMENTS - 1) // ROWLESS_SEGMENTS
     rowless_blocks = cutlass.min(cutlass.max(rowless, 1), ROWLESS_BLOCKS)
-    family = registers if shape.family == "registers" else streamed
-    family.backward_kernel(
+    FAMILIES[shape.family].backward_kernel(
         columns(kv, size, config, kind),
         columns(score, size, config, kind),
         columns(ape, ape_size, config),
@@ -110,7 +109,6 @@ def backward(
         segments,
         total_tokens,
         total_comp,
-        count * column_blocks,
         rowless_blocks,
         groups,
         column_blocks,
@@ -129,6 +127,7 @@ def backward(
         columns(leaves, count * ape_columns, single),
         columns(grad_ape, ape_columns, single),
         segments,
+        total_comp,
         ape_columns,
         shape.leaf_parts,
         single,

@@ -61,7 +61,6 @@ def backward_kernel(
     segments: Int32,
     total_tokens: Int32,
     total_comp: Int32,
-    leaf_blocks: Int32,
     rowless_blocks: Int32,
     groups: Int32,
     column_blocks: Int32,
@@ -71,7 +70,9 @@ def backward_kernel(
     groups = known_groups(config, groups)
     tx, ty, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    if block < leaf_blocks:
+    # As many blocks a leaf as there are column blocks; the others clear what has no row.
+    if block >= rowless_blocks:
+        block -= rowless_blocks
         leaf = block // column_blocks
         group = block % column_blocks * shape.threads_x + tx
         codes, ends = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, leaf * LEAF_ROWS, 1)
@@ -92,8 +93,7 @@ def backward_kernel(
                     apply(add, config, (total, k), (total, k), (dscore, k))
         _block_sum(config, total, leaves, leaf, group, groups)
     else:
-        number = block - leaf_blocks
-        clear_rowless(config, cu_seqlens, grad_kv, grad_score, segments, total_tokens, groups, number, rowless_blocks)
+        clear_rowless(config, cu_seqlens, grad_kv, grad_score, segments, total_tokens, groups, block, rowless_blocks)
 
 
 @cute.jit
