@@ -12,7 +12,8 @@ from cutlass import Constexpr, Int32
 
 from .arith import Group, Lane, add, lanes_of, put_lanes, two_sum, unless_nan
 from .config import LEAF_LANES, Config
-from .window import fragments, halving_tree
+from .row import halving_tree
+from .window import fragments
 
 
 @cute.jit

@@ -14,13 +14,11 @@ from .ape import accumulate, sum_leaves, total_of
 from .arith import apply, storage
 from .config import LEAF_LANES, LEAF_ROWS, Config
 from .gaps import zero_after_last, zero_rowless
+from .row import backward_row, forward_row, halving_tree
 from .window import (
     ape_entry,
-    backward_row,
     columns,
-    forward_row,
     fragments,
-    halving_tree,
     load_bias,
     locate,
     place_of,

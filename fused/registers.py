@@ -11,7 +11,8 @@ from .arith import add, apply
 from .block import clear_rowless, known_groups, locate_rows
 from .config import LEAF_ROWS
 from .gaps import zero_after_last
-from .window import ape_entry, backward_row, forward_row, fragments, halving_tree, load_bias, place_of
+from .row import backward_row, forward_row, halving_tree
+from .window import ape_entry, fragments, load_bias, place_of
 
 STAGED_ENTRIES = 8  # window entries of a leaf that pass through shared memory at a time
 

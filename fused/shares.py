@@ -1,0 +1,148 @@
+"""A row's window shared by the threads of a block: each has every `threads_y`-th entry of one column group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Constexpr, Float32, Int32
+from cutlass.memory import SmemAllocator
+
+from .arith import NEG_INF
+from .config import WARP, Config
+from .row import add_bias
+from .window import Place, ape_entry, fragments
+
+
+class Block(NamedTuple):
+    """A thread's place in its block, and the memory that the block shares: slots for `threads_x` column groups."""
+
+    tx: Int32
+    ty: Int32
+    plane: cute.Tensor
+    tops: cute.Tensor  # one slot a warp
+    sums: cute.Tensor  # one slot a lane of the softmax sums
+    accumulators: cute.Tensor  # one slot an accumulator of the pooling sum
+
+
+def enter_block(config: Config) -> Block:
+    """Where the thread is; allocates what is shared."""
+    tx, ty, _ = cute.arch.thread_idx()
+    smem, width = SmemAllocator(), config.schedule.threads_x
+
+    def slots(count: int) -> cute.Tensor:
+        layout = cute.make_layout((count * width, config.vec), stride=(config.vec, 1))
+        return smem.allocate_tensor(Float32, layout, 16)
+
+    return Block(
+        tx,
+        ty,
+        plane=slots(config.window),
+        tops=slots(warps(config)),
+        sums=slots(config.softmax_lanes),
+        accumulators=slots(4 * config.pool_lanes),
+    )
+
+
+def own_entries(config: Config) -> int:
+    """Window entries of one thread, at most."""
+    return -(-config.window // config.schedule.threads_y)
+
+
+def warps(config: Config) -> int:
+    return -(-config.schedule.threads_x * config.schedule.threads_y // WARP)
+
+
+def entry_of(config: Config, i: int, ty: Int32) -> tuple[int | Int32, int | Int32]:
+    """Half and place in it of a thread's i-th entry, the half at compile time where a stride never straddles two."""
+    shares = config.schedule.threads_y
+    w = i * shares
+    if config.ratio % shares == 0:
+        return w // config.ratio, w % config.ratio + ty
+    return (w + ty) // config.ratio, (w + ty) % config.ratio
+
+
+def runs(config: Config) -> list[range]:
+    """A thread's entries in runs that exist together: a half's, or each alone where a stride straddles halves."""
+    shares, count = config.schedule.threads_y, own_entries(config)
+    length = config.ratio // shares if config.ratio % shares == 0 else 1
+    return [range(start, start + length) for start in range(0, count, length)]
+
+
+def always_exists(config: Config, i: int) -> bool:
+    """Whether every thread has an i-th entry, valid in every row."""
+    shares = config.schedule.threads_y
+    if config.window % shares:
+        return False
+    return config.coff == 1 or (config.ratio % shares == 0 and i * shares >= config.ratio)
+
+
+def exists(config: Config, place: Place, i: int, ty: Int32) -> Boolean:
+    """Whether a thread has an i-th entry, and it is valid."""
+    exists = Boolean(True)
+    if config.window % config.schedule.threads_y:
+        exists = i * config.schedule.threads_y + ty < config.window
+    if config.coff == 2:
+        half, _ = entry_of(config, i, ty)
+        exists = exists & ((half == 1) | (place.first == Boolean(False)))
+    return exists
+
+
+@cute.jit
+def load_own(
+    config: Constexpr, memory: cute.Tensor, place: Place, ty: Int32, index: Constexpr, kind: Constexpr
+) -> cute.Tensor:
+    """The thread's entries of a window, (own, vec) of `kind`, found by `entry` or `bias_entry`; else 0."""
+    own = fragments(own_entries(config), config, kind)
+    for run in cutlass.const_expr(runs(config)):
+        if cutlass.const_expr(always_exists(config, run[0])):
+            _load_run(config, memory, place, ty, index, run, own)
+        elif exists(config, place, run[0], ty):
+            _load_run(config, memory, place, ty, index, run, own)
+        else:
+            for i in cutlass.const_expr(run):
+                own[i, None].fill(0)
+    return own
+
+
+def _load_run(
+    config: Config,
+    memory: cute.Tensor,
+    place: Place,
+    ty: Int32,
+    index: Callable[..., Int32],
+    run: range,
+    own: cute.Tensor,
+) -> None:
+    for i in run:
+        half, k = entry_of(config, i, ty)
+        cute.autovec_copy(memory[index(config, place, half, k), None], own[i, None])
+
+
+def bias_entry(config: Config, place: Place, half: int | Int32, k: Int32) -> Int32:
+    """As `entry`, of the position bias."""
+    return ape_entry(config, place.group, place.groups, half, k)
+
+
+def any_row(group: Int32, groups: Int32) -> Place:
+    """The place of a row that is no first block, so that all entries count."""
+    return Place(Int32(0), Int32(0), Boolean(False), group, groups)
+
+
+def load_own_bias(config: Config, ape: cute.Tensor, group: Int32, groups: Int32, ty: Int32) -> cute.Tensor:
+    """ape for the thread's entries, (own, vec) fp32; 0 where there is none."""
+    return load_own(config, ape, any_row(group, groups), ty, bias_entry, Float32)
+
+
+@cute.jit
+def own_logits(config: Constexpr, scores: cute.Tensor, bias: cute.Tensor, place: Place, ty: Int32) -> cute.Tensor:
+    """Logits of the thread's entries, (own, vec) fp32; −inf where there is none."""
+    x = add_bias(config, 0, own_entries(config), scores, bias)
+    for run in cutlass.const_expr(runs(config)):
+        if cutlass.const_expr(not always_exists(config, run[0])):
+            if exists(config, place, run[0], ty) == Boolean(False):
+                for i in cutlass.const_expr(run):
+                    x[i, None].fill(NEG_INF)
+    return x
