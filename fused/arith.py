@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint16, Uint32
 from cutlass.cute.math import RoundingMode
@@ -37,6 +38,11 @@ EXP_COEFFICIENTS = tuple(
     float.fromhex(c)
     for c in ("0x1.6a241ap-10", "0x1.1239f2p-7", "0x1.5558f2p-5", "0x1.555492p-3", "0x1.fffffcp-2", "0x1p0", "0x1p0")
 )  # highest degree first; the worst error of exp is 0.882 ulp
+
+
+def ceil_div(n: int | Int32, by: int) -> int | Int32:
+    """n / by rounded up, for any n from 0 to the largest Int32."""
+    return n // by + cutlass.min(n % by, 1)
 
 
 def on_host(lane: Lane) -> bool:

@@ -8,7 +8,7 @@ from cutlass import Constexpr, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from .ape import accumulate, sum_leaves, total_of
-from .arith import apply
+from .arith import apply, ceil_div
 from .config import LEAF_LANES, LEAF_ROWS, Config
 from .gaps import zero_rowless
 from .window import fragments, locate
@@ -82,8 +82,7 @@ def grad_ape_kernel(
     own_low.fill(0.0)
     if at < size:
         rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
-        count = (rows + LEAF_ROWS - 1) // LEAF_ROWS
-        sum_leaves(config, leaves, count, parts, size, at, lane, own_high, own_low, Int32(0))
+        sum_leaves(config, leaves, ceil_div(rows, LEAF_ROWS), parts, size, at, lane, own_high, own_low, Int32(0))
     slot = lane * LEAF_COLUMNS + tx
     cute.autovec_copy(own_high[0, None], high[slot, None])
     cute.autovec_copy(own_low[0, None], low[slot, None])

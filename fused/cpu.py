@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Int32
 
 from .ape import accumulate, sum_leaves, total_of
-from .arith import apply, storage
+from .arith import apply, ceil_div, storage
 from .config import LEAF_LANES, LEAF_ROWS, Config
 from .gaps import zero_after_last, zero_rowless
 from .row import backward_row, forward_row, halving_tree
@@ -85,7 +85,7 @@ def backward(
     ape_size = config.window * groups
     ape_view, grad_ape_view = columns(ape, ape_size, config), columns(grad_ape, ape_size, config)
     rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
-    count = (rows + LEAF_ROWS - 1) // LEAF_ROWS
+    count = ceil_div(rows, LEAF_ROWS)
     leaves_view = columns(leaves, count * ape_size, config)
     positions = columns(scratch, Int32(LEAF_ROWS * config.window), config)
     first, last = worker * groups // workers, (worker + 1) * groups // workers

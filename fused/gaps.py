@@ -42,9 +42,11 @@ def zero_after_last(
         if cutlass.const_expr(config.coff == 2):
             for k in cutlass.range(lane, config.ratio, lanes):
                 zero_group(config, grad_kv, grad_score, (place.token + k) * 2 * place.groups + place.group)
-        for tail in cutlass.range(place.token + config.ratio + lane, segment_end, lanes):
+        tail = place.token + config.ratio
+        for k in cutlass.range(lane, segment_end - tail, lanes):
             for half in cutlass.range_constexpr(config.coff):
-                zero_group(config, grad_kv, grad_score, (tail * config.coff + half) * place.groups + place.group)
+                at = ((tail + k) * config.coff + half) * place.groups + place.group
+                zero_group(config, grad_kv, grad_score, at)
 
 
 @cute.jit
@@ -63,14 +65,16 @@ def zero_rowless(
 ) -> None:
     """Worker `worker` of `workers` clears its segments shorter than `ratio` and its tokens past cu_seqlens[-1].
 
-    `lane` of `lanes` threads of the worker takes every lanes-th column group.
+    `lane` of `lanes` threads of the worker takes every lanes-th column group. Loops count from 0: from where they lie,
+    the step past the last token or group could leave int32.
     """
     for segment in cutlass.range(worker, segments, workers):
         start = cu_seqlens[segment]
         end = cu_seqlens[segment + 1]
         if end - start < config.ratio:
-            for at in cutlass.range(start * config.coff * groups + lane, end * config.coff * groups, lanes):
-                zero_group(config, grad_kv, grad_score, at)
-    for token in cutlass.range(cu_seqlens[segments] + worker, total_tokens, workers):
-        for at in cutlass.range(token * config.coff * groups + lane, (token + 1) * config.coff * groups, lanes):
-            zero_group(config, grad_kv, grad_score, at)
+            for i in cutlass.range(lane, (end - start) * config.coff * groups, lanes):
+                zero_group(config, grad_kv, grad_score, start * config.coff * groups + i)
+    padding = cu_seqlens[segments]
+    for token in cutlass.range(worker, total_tokens - padding, workers):
+        for i in cutlass.range(lane, config.coff * groups, lanes):
+            zero_group(config, grad_kv, grad_score, (padding + token) * config.coff * groups + i)

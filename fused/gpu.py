@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Int32
 
 from . import registers, streamed
-from .arith import storage
+from .arith import ceil_div, storage
 from .block import LEAF_COLUMNS, grad_ape_kernel
 from .config import LEAF_LANES, LEAF_ROWS, Config
 from .window import columns
@@ -44,8 +44,8 @@ def forward(
     kind = storage(config)
     groups = head_dim // config.vec
     size = total_tokens * config.coff * groups
-    column_blocks = (groups + shape.threads_x - 1) // shape.threads_x
-    row_blocks = (total_comp + shape.rows - 1) // shape.rows
+    column_blocks = ceil_div(groups, shape.threads_x)
+    row_blocks = ceil_div(total_comp, shape.rows)
     FAMILIES[shape.family].forward_kernel(
         columns(kv, size, config, kind),
         columns(score, size, config, kind),
@@ -92,9 +92,9 @@ def backward(
     groups = head_dim // config.vec
     size = total_tokens * config.coff * groups
     ape_size = config.window * groups
-    count = (total_comp + LEAF_ROWS - 1) // LEAF_ROWS * shape.leaf_parts
-    column_blocks = (groups + shape.threads_x - 1) // shape.threads_x
-    rowless = (cutlass.max(segments, total_tokens // config.ratio) + ROWLESS_SEGMENTS - 1) // ROWLESS_SEGMENTS
+    count = ceil_div(total_comp, LEAF_ROWS) * shape.leaf_parts
+    column_blocks = ceil_div(groups, shape.threads_x)
+    rowless = ceil_div(cutlass.max(segments, total_tokens // config.ratio), ROWLESS_SEGMENTS)
     rowless_blocks = cutlass.min(cutlass.max(rowless, 1), ROWLESS_BLOCKS)
     FAMILIES[shape.family].backward_kernel(
         columns(kv, size, config, kind),
@@ -132,7 +132,7 @@ def backward(
         shape.leaf_parts,
         single,
     ).launch(
-        grid=((ape_columns + LEAF_COLUMNS - 1) // LEAF_COLUMNS, 1, 1),
+        grid=(ceil_div(ape_columns, LEAF_COLUMNS), 1, 1),
         block=(LEAF_COLUMNS, LEAF_LANES, 1),
         stream=stream,
     )
