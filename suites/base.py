@@ -43,11 +43,12 @@ class Gate:
     Whatever is asked of it skips the test, with the reason, where the kernel does not take the problem.
     """
 
-    def __init__(self, kernel: Kernel, device: torch.device, spec: str, command: str) -> None:
+    def __init__(self, kernel: Kernel, device: torch.device, spec: str, command: str, loadable: str = "") -> None:
         contract = contract_on(kernel, device)
         assert contract is not None, "the fixture `device` gives a device that the kernel runs on"
         self.kernel, self.device, self.contract = kernel, device, contract
         self._spec, self.command = spec, command
+        self.loadable = spec or loadable  # what `load_kernel` takes in another process; empty if a fixture made it
 
     def require(self, problem: Problem) -> None:
         """Skip the test if the kernel does not take `problem`."""
@@ -181,12 +182,14 @@ class GateSuite:
     @pytest.fixture
     def gate(self, request: pytest.FixtureRequest, kernel: Kernel, device: torch.device) -> Gate:
         """The kernel under test on its device."""
-        spec = ""
+        own, spec, loadable = class_kernel(request.cls), "", ""
         if uses_common_kernel(request.node):
             spec = request.config.getoption("csa_kernel")
-        elif isinstance(own := class_kernel(request.cls), str):
+        elif isinstance(own, str):
             spec = own
-        return Gate(kernel, device, spec, _command(request, device))
+        elif own is not None:
+            loadable = f"{request.path}:{request.cls.__qualname__}.kernel"
+        return Gate(kernel, device, spec, _command(request, device), loadable)
 
 
 def _command(request: pytest.FixtureRequest, device: torch.device) -> str:

@@ -8,12 +8,14 @@ from .memory import MemorySuite
 from .numerics import NumericsSuite
 from .padding import RowPaddingSuite, TokenPaddingSuite
 from .replay import GraphSuite, ReplaySuite
+from .static import StaticSuite
 from .streams import StreamsSuite
 from .zeros import ZeroSlotsSuite
 
 
 # Pytest runs the tests of the last base first: values, before what only shows that values are stale.
 class CompressorSuite(
+    StaticSuite,
     StreamsSuite,
     GraphSuite,
     ReplaySuite,
