@@ -63,6 +63,8 @@ class Gate:
 
     def inputs(self, case: Case, distribution: str | None = None) -> Inputs:
         """The tensors of a case that the kernel takes."""
+        if case.cuda:
+            self.require_cuda()
         self.require(case.problem)
         return case.inputs(self.device, distribution)
 

@@ -6,11 +6,13 @@ import pytest
 
 from csa_gate.fixtures.cases import NUMERICS, PACKS
 from csa_gate.fixtures.marks import clause
+from csa_gate.fixtures.schedules import SCHEDULES
 from csa_gate.oracles.judge import SINGLE_RESULT
 
 from .base import Gate, GateSuite, Trial, each_distribution
 
 OF_VALUES = ("forward_bits", "gradient_bits", "dape_bits", "error_bound", "dape_accuracy", "nonfinite")
+OF_SCHEDULES = ("forward_bits", "gradient_bits", "dape_bits", "error_bound", "zero_slots")
 
 
 def _clauses(names: tuple[str, ...]) -> list[object]:
@@ -32,6 +34,12 @@ class NumericsSuite(GateSuite):
         """One batch of documents."""
         return Trial(*request.param)
 
+    @pytest.fixture(scope="class", params=each_distribution(SCHEDULES))
+    @staticmethod
+    def edge(request: pytest.FixtureRequest) -> Trial:
+        """One problem at the edge of a schedule."""
+        return Trial(*request.param)
+
     @pytest.mark.parametrize("name", _clauses(OF_VALUES))
     def test_values(self, gate: Gate, trial: Trial, name: str) -> None:
         problem, bits = trial.case.problem, {"forward_bits": gate.contract.forward_bits}
@@ -39,6 +47,10 @@ class NumericsSuite(GateSuite):
         if bits.get(name) == "eager" and problem.head_dim == 1 and gate.device.type == "cuda":
             pytest.skip("head_dim 1: torch takes another softmax kernel on CUDA, whose order is not specified")
         gate.judge(*trial.run(gate), name)
+
+    @pytest.mark.parametrize("name", _clauses(OF_SCHEDULES))
+    def test_schedule(self, gate: Gate, edge: Trial, name: str) -> None:
+        gate.judge(*edge.run(gate), name)
 
     @pytest.mark.parametrize("name", _clauses(tuple(c for c in SINGLE_RESULT if c != "row_padding")))
     def test_pack(self, gate: Gate, pack: Trial, name: str) -> None:
