@@ -13,8 +13,9 @@ from csa_gate._items import class_kernel, uses_common_kernel
 from csa_gate.fixtures.canary import MemoryFault
 from csa_gate.fixtures.cases import Case, Turns
 from csa_gate.fixtures.kernels import Kernel, contract_on, refusal
-from csa_gate.fixtures.marks import L0, L1
+from csa_gate.fixtures.marks import L0, L1, clause
 from csa_gate.fixtures.run import run
+from csa_gate.fixtures.vast import Vast
 from csa_gate.oracles import Inputs, Problem, Result
 from csa_gate.oracles.judge import check_command, compare, judge
 from csa_gate.oracles.orders import pool_lanes
@@ -23,7 +24,7 @@ GIVEN_SUITE = "csa_gate.suites.test_compressor"
 _LEVELS = {"L0": L0, "L1": L1}
 
 
-def each(table: Iterable[Case | Turns]) -> list[object]:
+def each(table: Iterable[Case | Turns | Vast]) -> list[object]:
     """The rows of a table as parameters, with their ids and levels."""
     return [pytest.param(row, id=row.id, marks=_LEVELS[row.level]) for row in table]
 
@@ -35,6 +36,11 @@ def each_distribution(table: Iterable[Case]) -> list[object]:
         for case in table
         for distribution in case.distributions
     ]
+
+
+def clauses(names: Iterable[str]) -> list[object]:
+    """Clauses as parameters, each marked as its own."""
+    return [pytest.param(name, marks=clause(name)) for name in names]
 
 
 class Gate:

@@ -8,6 +8,7 @@ from .memory import MemorySuite
 from .numerics import NumericsSuite
 from .padding import RowPaddingSuite, TokenPaddingSuite
 from .replay import GraphSuite, ReplaySuite
+from .scale import ScaleSuite
 from .static import StaticSuite
 from .streams import StreamsSuite
 from .zeros import ZeroSlotsSuite
@@ -25,6 +26,7 @@ class CompressorSuite(
     MemorySuite,
     ZeroSlotsSuite,
     DeterminismSuite,
+    ScaleSuite,
     NumericsSuite,
 ):
     """The whole contract. To gate a kernel of your own, subclass it in a test file and say which kernel it is:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import pytest
 
 from csa_gate.fixtures.cases import NUMERICS, PACKS
-from csa_gate.fixtures.marks import clause
 from csa_gate.fixtures.schedules import SCHEDULES
 from csa_gate.oracles.judge import SINGLE_RESULT
 
-from .base import Gate, GateSuite, Trial, each_distribution
+from .base import Gate, GateSuite, Trial, clauses, each_distribution
 
 OF_VALUES = ("forward_bits", "gradient_bits", "dape_bits", "error_bound", "dape_accuracy", "nonfinite")
 OF_SCHEDULES = ("forward_bits", "gradient_bits", "dape_bits", "error_bound", "zero_slots")
-
-
-def _clauses(names: tuple[str, ...]) -> list[object]:
-    return [pytest.param(name, marks=clause(name)) for name in names]
 
 
 class NumericsSuite(GateSuite):
@@ -40,7 +35,7 @@ class NumericsSuite(GateSuite):
         """One problem at the edge of a schedule."""
         return Trial(*request.param)
 
-    @pytest.mark.parametrize("name", _clauses(OF_VALUES))
+    @pytest.mark.parametrize("name", clauses(OF_VALUES))
     def test_values(self, gate: Gate, trial: Trial, name: str) -> None:
         problem, bits = trial.case.problem, {"forward_bits": gate.contract.forward_bits}
         bits["gradient_bits"] = gate.contract.gradient_bits
@@ -48,10 +43,10 @@ class NumericsSuite(GateSuite):
             pytest.skip("head_dim 1: torch takes another softmax kernel on CUDA, whose order is not specified")
         gate.judge(*trial.run(gate), name)
 
-    @pytest.mark.parametrize("name", _clauses(OF_SCHEDULES))
+    @pytest.mark.parametrize("name", clauses(OF_SCHEDULES))
     def test_schedule(self, gate: Gate, edge: Trial, name: str) -> None:
         gate.judge(*edge.run(gate), name)
 
-    @pytest.mark.parametrize("name", _clauses(tuple(c for c in SINGLE_RESULT if c != "row_padding")))
+    @pytest.mark.parametrize("name", clauses(tuple(c for c in SINGLE_RESULT if c != "row_padding")))
     def test_pack(self, gate: Gate, pack: Trial, name: str) -> None:
         gate.judge(*pack.run(gate), name)
