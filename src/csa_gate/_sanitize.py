@@ -57,8 +57,10 @@ class Sanitized:
         elif self.count or self.reports:
             found.append(f"{self.tool}: {self.count} reports")
         missing = [name for name in self.planned if name not in self.ran]
-        if missing or not self.planned:
-            found.append(f"{self.tool}: {len(missing)} cases did not run to their end, first {[*missing, 'none'][0]}")
+        if not self.planned:
+            found.append(f"{self.tool}: no case was begun")
+        if missing:
+            found.append(f"{self.tool}: {len(missing)} cases did not run to their end, first {missing[0]}")
         if self.end:
             found.append(f"{self.tool}: {self.end}")
         return found
