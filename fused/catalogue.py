@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from . import compiled
 from .checks import Shape
-from .config import Config, Direction, Exp
+from .config import Config, Direction, Exp, Schedule
 
 KEEP = "ptx,cubin,ir"
 """What `CUTE_DSL_KEEP` must name before the DSL is imported, in a process whose `CUTE_DSL_ARCH` is the architecture."""
@@ -76,19 +76,35 @@ CATALOGUE: tuple[Shipped, ...] = (
 """A shape for every schedule, and for what else changes the code: both powers, both widths, lanes in the sums."""
 
 
+def representatives() -> set[tuple[Shipped, Direction]]:
+    """Of each schedule and direction the entry with the most window columns a thread, which is what takes registers.
+
+    Schedules that differ in the width of their blocks alone count as one.
+    """
+    heaviest: dict[tuple[Direction, Schedule], tuple[int, Shipped]] = {}
+    for shipped, direction in _everything():
+        config = shipped.config(direction)
+        key, weight = (direction, replace(config.schedule, threads_x=0)), config.window * config.vec
+        if key not in heaviest or weight > heaviest[key][0]:
+            heaviest[key] = weight, shipped
+    return {(shipped, direction) for (direction, _), (_, shipped) in heaviest.items()}
+
+
 class Module:
     """What one compilation gives: the PTX and the cubin of one or more kernels. Compiles when first asked.
 
     name: of the catalogue's entry and the direction.
     details: the configuration.
+    representative: whether it stands for its schedule where there is no time for all (see `representatives`).
     """
 
     threads = None  # the PTX has them
 
-    def __init__(self, shipped: Shipped, direction: Direction) -> None:
+    def __init__(self, shipped: Shipped, direction: Direction, representative: bool = True) -> None:
         self._config, self._direction = shipped.config(direction), direction
         self.name = f"{direction}-{shipped.name}"
         self.details = repr(self._config)
+        self.representative = representative
 
     @cached_property
     def _compiled(self) -> Any:
@@ -117,8 +133,13 @@ def compile_for(arch: str) -> list[Module]:
     for variable, need in (("CUTE_DSL_ARCH", arch), ("CUTE_DSL_KEEP", KEEP)):
         if os.environ.get(variable) != need:
             raise ValueError(f"{variable}: got {os.environ.get(variable)!r}, need {need!r} before cutlass is imported")
+    chosen = representatives()
+    return [Module(shipped, direction, (shipped, direction) in chosen) for shipped, direction in _everything()]
+
+
+def _everything() -> list[tuple[Shipped, Direction]]:
     directions: tuple[Direction, Direction] = ("forward", "backward")
-    return [Module(shipped, direction) for shipped in CATALOGUE for direction in directions]
+    return [(shipped, direction) for shipped in CATALOGUE for direction in directions]
 
 
 def shared_memory(ir: str) -> dict[str, int]:

@@ -31,6 +31,8 @@ class Contract:
     replay: the same buffers serve new data and other lengths.
     graph_replay: a captured CUDA graph follows new data, other lengths and fewer rows.
     streams: side streams and tensors on a device that is not current are handled.
+    static: as compiled for every architecture, whatever device is at hand, the code spills nothing, keeps no stack,
+        pins all fp32 arithmetic and has no atomics on global memory.
     """
 
     forward_bits: Bits | None = None
@@ -49,6 +51,7 @@ class Contract:
     replay: bool = False
     graph_replay: bool = False
     streams: bool = False
+    static: bool = False
 
     def __post_init__(self) -> None:
         for clause in CLAUSES:

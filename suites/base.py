@@ -13,8 +13,9 @@ from csa_gate._items import class_kernel, uses_common_kernel
 from csa_gate.fixtures.canary import MemoryFault
 from csa_gate.fixtures.cases import Case, Turns
 from csa_gate.fixtures.kernels import Kernel, contract_on, refusal
-from csa_gate.fixtures.marks import L0, L1
+from csa_gate.fixtures.marks import L0, L1, clause
 from csa_gate.fixtures.run import run
+from csa_gate.fixtures.vast import Vast
 from csa_gate.oracles import Inputs, Problem, Result
 from csa_gate.oracles.judge import check_command, compare, judge
 from csa_gate.oracles.orders import pool_lanes
@@ -23,7 +24,7 @@ GIVEN_SUITE = "csa_gate.suites.test_compressor"
 _LEVELS = {"L0": L0, "L1": L1}
 
 
-def each(table: Iterable[Case | Turns]) -> list[object]:
+def each(table: Iterable[Case | Turns | Vast]) -> list[object]:
     """The rows of a table as parameters, with their ids and levels."""
     return [pytest.param(row, id=row.id, marks=_LEVELS[row.level]) for row in table]
 
@@ -37,17 +38,23 @@ def each_distribution(table: Iterable[Case]) -> list[object]:
     ]
 
 
+def clauses(names: Iterable[str]) -> list[object]:
+    """Clauses as parameters, each marked as its own."""
+    return [pytest.param(name, marks=clause(name)) for name in names]
+
+
 class Gate:
     """The kernel of one test on one device, and what holds it to its claims.
 
     Whatever is asked of it skips the test, with the reason, where the kernel does not take the problem.
     """
 
-    def __init__(self, kernel: Kernel, device: torch.device, spec: str, command: str) -> None:
+    def __init__(self, kernel: Kernel, device: torch.device, spec: str, command: str, loadable: str = "") -> None:
         contract = contract_on(kernel, device)
         assert contract is not None, "the fixture `device` gives a device that the kernel runs on"
         self.kernel, self.device, self.contract = kernel, device, contract
         self._spec, self.command = spec, command
+        self.loadable = spec or loadable  # what `load_kernel` takes in another process; empty if a fixture made it
 
     def require(self, problem: Problem) -> None:
         """Skip the test if the kernel does not take `problem`."""
@@ -62,6 +69,8 @@ class Gate:
 
     def inputs(self, case: Case, distribution: str | None = None) -> Inputs:
         """The tensors of a case that the kernel takes."""
+        if case.cuda:
+            self.require_cuda()
         self.require(case.problem)
         return case.inputs(self.device, distribution)
 
@@ -181,12 +190,14 @@ class GateSuite:
     @pytest.fixture
     def gate(self, request: pytest.FixtureRequest, kernel: Kernel, device: torch.device) -> Gate:
         """The kernel under test on its device."""
-        spec = ""
+        own, spec, loadable = class_kernel(request.cls), "", ""
         if uses_common_kernel(request.node):
             spec = request.config.getoption("csa_kernel")
-        elif isinstance(own := class_kernel(request.cls), str):
+        elif isinstance(own, str):
             spec = own
-        return Gate(kernel, device, spec, _command(request, device))
+        elif own is not None:
+            loadable = f"{request.path}:{request.cls.__qualname__}.kernel"
+        return Gate(kernel, device, spec, _command(request, device), loadable)
 
 
 def _command(request: pytest.FixtureRequest, device: torch.device) -> str:

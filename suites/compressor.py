@@ -8,12 +8,15 @@ from .memory import MemorySuite
 from .numerics import NumericsSuite
 from .padding import RowPaddingSuite, TokenPaddingSuite
 from .replay import GraphSuite, ReplaySuite
+from .scale import ScaleSuite
+from .static import StaticSuite
 from .streams import StreamsSuite
 from .zeros import ZeroSlotsSuite
 
 
 # Pytest runs the tests of the last base first: values, before what only shows that values are stale.
 class CompressorSuite(
+    StaticSuite,
     StreamsSuite,
     GraphSuite,
     ReplaySuite,
@@ -23,6 +26,7 @@ class CompressorSuite(
     MemorySuite,
     ZeroSlotsSuite,
     DeterminismSuite,
+    ScaleSuite,
     NumericsSuite,
 ):
     """The whole contract. To gate a kernel of your own, subclass it in a test file and say which kernel it is:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 
 from csa_gate.fixtures.cases import NUMERICS, PACKS
-from csa_gate.fixtures.marks import clause
+from csa_gate.fixtures.schedules import SCHEDULES
 from csa_gate.oracles.judge import SINGLE_RESULT
 
-from .base import Gate, GateSuite, Trial, each_distribution
+from .base import Gate, GateSuite, Trial, clauses, each_distribution
 
 OF_VALUES = ("forward_bits", "gradient_bits", "dape_bits", "error_bound", "dape_accuracy", "nonfinite")
-
-
-def _clauses(names: tuple[str, ...]) -> list[object]:
-    return [pytest.param(name, marks=clause(name)) for name in names]
+OF_SCHEDULES = ("forward_bits", "gradient_bits", "dape_bits", "error_bound", "zero_slots")
 
 
 class NumericsSuite(GateSuite):
@@ -32,7 +29,13 @@ class NumericsSuite(GateSuite):
         """One batch of documents."""
         return Trial(*request.param)
 
-    @pytest.mark.parametrize("name", _clauses(OF_VALUES))
+    @pytest.fixture(scope="class", params=each_distribution(SCHEDULES))
+    @staticmethod
+    def edge(request: pytest.FixtureRequest) -> Trial:
+        """One problem at the edge of a schedule."""
+        return Trial(*request.param)
+
+    @pytest.mark.parametrize("name", clauses(OF_VALUES))
     def test_values(self, gate: Gate, trial: Trial, name: str) -> None:
         problem, bits = trial.case.problem, {"forward_bits": gate.contract.forward_bits}
         bits["gradient_bits"] = gate.contract.gradient_bits
@@ -40,6 +43,10 @@ class NumericsSuite(GateSuite):
             pytest.skip("head_dim 1: torch takes another softmax kernel on CUDA, whose order is not specified")
         gate.judge(*trial.run(gate), name)
 
-    @pytest.mark.parametrize("name", _clauses(tuple(c for c in SINGLE_RESULT if c != "row_padding")))
+    @pytest.mark.parametrize("name", clauses(OF_SCHEDULES))
+    def test_schedule(self, gate: Gate, edge: Trial, name: str) -> None:
+        gate.judge(*edge.run(gate), name)
+
+    @pytest.mark.parametrize("name", clauses(tuple(c for c in SINGLE_RESULT if c != "row_padding")))
     def test_pack(self, gate: Gate, pack: Trial, name: str) -> None:
         gate.judge(*pack.run(gate), name)

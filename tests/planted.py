@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +29,53 @@ class Sound:
 
     def backward(self, *inputs: Tensor, ratio: int, coff: int, **gradients: Tensor) -> None:
         fused.backward(*inputs, ratio=ratio, coff=coff, **gradients)
+
+    def compile_for(self, arch: str) -> list[SimpleNamespace]:
+        module = self.change(fused.compile_for(arch)[0])
+        return [
+            SimpleNamespace(
+                name=module.name,
+                ptx=self.rewrite(module.ptx),
+                cubin=module.cubin,
+                threads=None,
+                shared_bytes=module.shared_bytes,
+            )
+        ]
+
+    def change(self, module: Any) -> Any:
+        return module
+
+    def rewrite(self, ptx: str) -> str:
+        return ptx
+
+
+class Spills(Sound):
+    """Asks for more blocks a multiprocessor than its registers allow."""
+
+    def change(self, module: Any) -> Any:
+        config = module._config
+        module._config = replace(config, schedule=replace(config.schedule, min_blocks=8))
+        return module
+
+
+class Contracts(Sound):
+    """Leaves one product open to fusion with a sum."""
+
+    def rewrite(self, ptx: str) -> str:
+        return ptx.replace("mul.rn.f32", "mul.f32", 1)
+
+
+class AddsAtomically(Sound):
+    """Adds into global memory in whatever order the blocks come."""
+
+    def rewrite(self, ptx: str) -> str:
+        return ptx.replace("\tret;", "\tred.global.add.f32 \t[%rd1], %r1;\n\tret;")
+
+
+class CannotCompile(Sound):
+    """Claims what nobody can look at."""
+
+    compile_for = None
 
 
 class LeavesTails(Sound):

@@ -16,7 +16,9 @@ from csa_gate.fixtures.kernels import load_kernel
 from csa_gate.fixtures.packs import document_lengths, pack
 from csa_gate.fixtures.replay import Graph, Stage
 from csa_gate.fixtures.run import Buffers, run
-from csa_gate.oracles import DISTRIBUTIONS, Inputs, Problem, Slot, make_inputs
+from csa_gate.fixtures.schedules import SCHEDULES
+from csa_gate.fixtures.vast import VAST, Vast
+from csa_gate.oracles import DISTRIBUTIONS, Inputs, Problem, Slot, make_inputs, ordered
 from csa_gate.oracles.bits import same_bits
 from csa_gate.oracles.orders import pool_lanes, softmax_lanes
 
@@ -44,6 +46,31 @@ def tensors(inputs: Inputs) -> dict[str, Tensor]:
 
 
 class TestTables:
+    @pytest.mark.parametrize("table", [cases.SCALE, SCHEDULES, VAST], ids=["SCALE", "SCHEDULES", "VAST"])
+    def test_ids_of_the_full_level(self, table: tuple[Case | Vast, ...]) -> None:
+        assert len({case.id for case in table}) == len(table)
+        assert all(re.fullmatch(r"[a-z0-9-]+", case.id) for case in table)
+        assert {case.level for case in table} == {"L1"}
+
+    def test_scales(self) -> None:
+        """Every operand and all at once, up and down, at the production ratios; and products that overflow in part."""
+        powers = {
+            (c.problem.ratio, c.kv_log2, c.score_log2, c.grad_log2) for c in cases.NUMERICS if c.level == "L1"
+        }
+        for ratio in (4, 128):
+            for n in (6, -6, 40, -40):
+                assert {(ratio, n, 0, 0), (ratio, 0, n, 0), (ratio, 0, 0, n), (ratio, n, n, n)} <= powers
+            for name in ("some", "most"):
+                (case,) = (c for c in cases.NUMERICS if c.id.startswith(f"r{ratio}c") and c.id.endswith(f"-{name}"))
+                nan = torch.isnan(ordered(case.inputs("cpu"), exp="portable").grad_score)
+                assert 0.02 < float(nan.float().mean()) < 0.6
+
+    def test_sizes(self) -> None:
+        problems = [c.problem for c in cases.SCALE]
+        assert max(p.total_tokens for p in problems) == 1_048_576
+        assert max(len(p.lens) for p in problems) == 65_536
+        assert max(p.head_dim for p in problems) == 16_384
+
     @pytest.mark.parametrize("table", [*TABLES.values(), cases.SHORTER, cases.TURNS], ids=[*TABLES, "SHORTER", "TURNS"])
     def test_ids_are_unique_and_can_be_named_with_k(self, table: tuple[Case | Turns, ...]) -> None:
         counts = Counter(case.id for case in table)
@@ -130,10 +157,10 @@ class TestCase:
 
     def test_scaling_is_exact_and_no_longer_claims_its_seed(self) -> None:
         plain = Case("a", PROBLEM).inputs("cpu")
-        inputs = Case("a", PROBLEM, kv_log2=40, grad_log2=-40, score_shift=200.0).inputs("cpu")
+        inputs = Case("a", PROBLEM, kv_log2=40, score_log2=6, grad_log2=-40, score_shift=200.0).inputs("cpu")
         assert torch.equal(inputs.kv.double(), plain.kv.double() * 2.0**40)
         assert torch.equal(inputs.grad_out.double(), plain.grad_out.double() * 2.0**-40)
-        assert float(inputs.score.min()) > 150
+        assert torch.equal(inputs.score, plain.score * 64 + 200.0)
         assert (inputs.seed, inputs.distribution) == (None, None)
 
     @pytest.mark.parametrize("problem", [PROBLEM, Problem((), 4, 2, 8)], ids=str)

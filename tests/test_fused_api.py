@@ -134,6 +134,21 @@ def test_too_many_elements() -> None:
         compress_forward(**arguments | {"kv": huge})
 
 
+@pytest.mark.parametrize("call", ["forward", "backward"])
+def test_elements_at_the_limit(call: str) -> None:
+    """One more than int32 offsets reach is too many; the last that they reach is a matter of the other arguments."""
+    compress = compress_forward if call == "forward" else compress_backward
+    arguments = (forward_arguments() if call == "forward" else backward_arguments()) | {"coff": 1}
+    one = torch.empty(1, dtype=torch.bfloat16)
+    rows = "out" if call == "forward" else "grad_out"
+    for name in ("kv", rows):
+        with pytest.raises(ValueError, match=rf"{name}: got 2147483648 elements, need at most 2147483647"):
+            compress(**arguments | {name: one.expand(2**31, 1)})  # type: ignore[operator]
+        with pytest.raises(ValueError) as error:
+            compress(**arguments | {name: one.expand(2**31 - 1, 1)})  # type: ignore[operator]
+        assert "elements" not in str(error.value)
+
+
 def test_results_are_the_buffers() -> None:
     """Both calls return the buffers they wrote."""
     forward, backward = forward_arguments(), backward_arguments()

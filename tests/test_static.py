@@ -5,20 +5,21 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from csa_gate import _static_cubin, _static_probe
+from csa_gate import _static_cubin, _static_probe, _toolkit
 from csa_gate.__main__ import main
 from csa_gate._static import ARCHS, read, table
 from csa_gate._static_cubin import LIMITS, Usage, occupancy, parse_resources, parse_spills
 from csa_gate._static_probe import Row, rows_of
 from csa_gate._static_ptx import kernels
 from csa_gate.fused import compiled
-from csa_gate.fused.catalogue import CATALOGUE, compile_for, shared_memory
+from csa_gate.fused.catalogue import CATALOGUE, compile_for, representatives, shared_memory
 from csa_gate.fused.checks import Shape
 
 EXPF = """
@@ -443,12 +444,51 @@ def test_bad_arguments_write_nothing(options, message, mine, tmp_path, capfd):
 def test_no_tool(monkeypatch, capfd):
     """Without cuobjdump the command says where to get it."""
     monkeypatch.setattr(_static_cubin.importlib.metadata, "distribution", _missing)
-    monkeypatch.setattr(_static_cubin.shutil, "which", lambda name: None)
+    monkeypatch.setattr(_static_cubin, "find_tool", lambda name: None)
     _static_cubin.find_cuobjdump.cache_clear()
     status, _, err = run(capfd=capfd)
     _static_cubin.find_cuobjdump.cache_clear()
     assert status == 2
     assert "cuobjdump: found none, need that of `pip install csa-gate[static]`" in err
+
+
+def test_tools_of_a_toolkit(tmp_path, monkeypatch):
+    """A toolkit's program is found on the PATH, else where the variables say, else in the default folder."""
+    for folder in ("on_path", "home/bin", "default/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "cuobjdump").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "on_path"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(_toolkit, "FOLDERS", (str(tmp_path / "default"),))
+    seen = [_toolkit.find_tool("cuobjdump")]
+    for folder in ("on_path", "home/bin", "default/bin"):
+        (tmp_path / folder / "cuobjdump").unlink()
+        seen.append(_toolkit.find_tool("cuobjdump"))
+    assert seen == [*(str(tmp_path / f / "cuobjdump") for f in ("on_path", "home/bin", "default/bin")), None]
+
+
+@pytest.mark.parametrize(("which", "names"), [("all", "abcde"), ("representative", "abce"), ("sample", "ab")])
+def test_which_modules_are_looked_at(which, names):
+    """All, those that stand for others or do not say, and the first of these; always with the substring."""
+    said = {"a": {}, "b": {"representative": True}, "c": {}, "d": {"representative": False}, "e": {}}
+    modules = [SimpleNamespace(name=f"k-{name}", **attributes) for name, attributes in said.items()]
+    others = [SimpleNamespace(name="other")]
+    assert _static_probe.chosen(others + modules, "k-", which) == [m for m in modules if m.name[-1] in names]
+
+
+def test_every_schedule_has_a_representative():
+    """The heaviest entry stands for each schedule, in each direction."""
+
+    def kind(direction, config):
+        return direction, replace(config.schedule, threads_x=0)
+
+    entries, chosen = [(s, d, s.config(d)) for s in CATALOGUE for d in ("forward", "backward")], representatives()
+    kinds = {kind(d, c) for _, d, c in entries}
+    assert Counter(kind(d, c) for s, d, c in entries if (s, d) in chosen) == Counter(kinds)
+    for s, d, c in entries:
+        if (s, d) in chosen:
+            assert c.window * c.vec == max(o.window * o.vec for _, e, o in entries if kind(e, o) == kind(d, c))
 
 
 def _missing(name):

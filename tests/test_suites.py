@@ -11,11 +11,12 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-import csa_gate.suites
-from csa_gate._summary import CLAUSE
+import csa_gate.suites.static
+from csa_gate._summary import CLAUSE, Tally
 from csa_gate.fixtures.adapters import fused  # noqa: F401 - compiled code lives as long as its module
 from csa_gate.oracles import CLAUSES
 
@@ -48,6 +49,9 @@ FAULTS: list[tuple[str, str, str]] = [
     ("RoundsApe", "test_values[r4c2-d128-normal-dape_bits]", "dape_bits"),
     ("RoundsWeights", "test_values[r4c2-d128-normal-error_bound]", "error_bound"),
     ("RoundsWeights", "test_values[r4c2-d128-normal-forward_bits]", "forward_bits"),
+    ("Spills", "test_compiled[sm_90a-sample]", "static"),
+    ("Contracts", "test_compiled[sm_120a]", "static"),
+    ("AddsAtomically", "test_compiled[sm_80]", "static"),
     ("HidesNaN", "test_values[r4c2-d128-nonfinite-nonfinite]", "nonfinite"),
 ]
 """Kernel, test that must fail, clause that the failure must name."""
@@ -76,7 +80,36 @@ def test_fault_is_caught_in_its_clause(pytester: pytest.Pytester, kernel: str, t
     assert report.failed
     assert dict(report.user_properties)[CLAUSE] == clause
     assert f"contract broken: {clause}" in report.longreprtext
-    assert re.search(r"reproduce: python -m (csa_gate check|pytest --pyargs csa_gate.suites) .*", report.longreprtext)
+    command = r"reproduce: python -m (csa_gate (check|static)|pytest --pyargs csa_gate.suites) .*"
+    assert re.search(command, report.longreprtext)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tool", "reason"),
+    [
+        ("Sound", False, "cuobjdump: found none"),
+        ("CannotCompile", True, "planted has no method compile_for(arch)"),
+    ],
+)
+def test_what_cannot_be_compiled_or_read_is_skipped(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, kernel: str, tool: bool, reason: str
+) -> None:
+    """A skip, which the gate of a whole level counts as a claim that was not put to the test."""
+    if not tool:
+        monkeypatch.setattr(csa_gate.suites.static, "find_cuobjdump", _no_tool)
+    (report,) = run(pytester, kernel, ["test_compiled[sm_90a-sample]"])
+    assert report.skipped
+    assert reason in str(report.longrepr)
+    tally = Tally()
+    tally.add(report.nodeid, dict(report.user_properties), "skipped", reason)
+    tally.add("other", dict(report.user_properties) | {CLAUSE: "memory"}, "passed")
+    (fault,) = tally.faults(whole=True)
+    assert "static" in fault
+    assert fault.endswith(f"but no test of that ran: {reason}")
+
+
+def _no_tool() -> NoReturn:
+    raise ValueError("cuobjdump: found none")
 
 
 @pytest.mark.parametrize("kind", ["check", "pytest"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ._static_cubin import LIMITS, WARP, find_cuobjdump
-from ._static_probe import Row, compiler_of
+from ._static_probe import Row, Which, compiler_of
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 """Ampere, Hopper, and Blackwell in data centres and in desktops: what the kernels are shipped for."""
@@ -76,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
     return 1 if faults or not rows else 0
 
 
-def probe(arch: str, spec: str, substring: str = "") -> Probed:
+def probe(arch: str, spec: str, substring: str = "", which: Which = "all") -> Probed:
     """Compile the kernels of `spec` for one architecture in a process of their own, which it has to itself."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         done = subprocess.run(
-            [sys.executable, "-m", "csa_gate._static_probe", arch, spec, substring, str(path)],
+            [sys.executable, "-m", "csa_gate._static_probe", arch, spec, substring, which, str(path)],
             env={**os.environ, "CUTE_DSL_ARCH": arch, **KEEP, "CUTE_DSL_DUMP_DIR": folder},
             stderr=subprocess.PIPE,
             text=True,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from ._toolkit import find_tool
 
 RESERVED = 1024  # bytes of shared memory that the system keeps of every block, from compute capability 8.0 on
 
@@ -121,7 +122,7 @@ def parse_spills(text: str) -> dict[str, int]:
 
 @cache
 def find_cuobjdump() -> str:
-    """The tool's path: the wheel's of the extra `static`, or whatever is on the PATH.
+    """The tool's path: the wheel's of the extra `static`, or that of a CUDA toolkit.
 
     Raises:
         ValueError: there is none.
@@ -131,7 +132,7 @@ def find_cuobjdump() -> str:
         inside = [str(file.locate()) for file in wheel.files or () if file.name == "cuobjdump"]
     except importlib.metadata.PackageNotFoundError:
         inside = []
-    found = next((path for path in inside if Path(path).is_file()), None) or shutil.which("cuobjdump")
+    found = next((path for path in inside if Path(path).is_file()), None) or find_tool("cuobjdump")
     if found is None:
         raise ValueError("cuobjdump: found none, need that of `pip install csa-gate[static]` or of a CUDA toolkit")
     return found

@@ -1,9 +1,9 @@
 """The child process of `python -m csa_gate static`: compiles for one architecture and writes down what it sees.
 
-    python -m csa_gate._static_probe ARCH KERNEL SUBSTRING FILE
+    python -m csa_gate._static_probe ARCH KERNEL SUBSTRING WHICH FILE
 
-FILE gets one JSON object a line: `{"modules": [names]}` first, then for each of them `{"module", "rows"}`, or
-`{"module", "error"}` where it could not be probed.
+WHICH is one of `Which`. FILE gets one JSON object a line: `{"modules": [names]}` first, then for each of them
+`{"module", "rows"}`, or `{"module", "error"}` where it could not be probed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from ._static_cubin import WARP, occupancy, usage
 from ._static_ptx import kernels
+
+Which = Literal["all", "representative", "sample"]
+"""All modules, those whose attribute `representative` does not say otherwise, or the first of these."""
+
+SAMPLE = 2  # modules: of the fused kernels, one in each direction
 
 
 class Compiled(Protocol):
     """What `compile_for(arch)` of a kernel under test returns a list of: one compilation each.
 
-    Attributes may be computed when first asked for. `details` (any string) is optional.
+    Attributes may be computed when first asked for. `details` (any string) is optional, and so is `representative`:
+    False leaves a module out where one of its like is looked at.
 
     name: told apart from the others' names.
     ptx, cubin: of one or more kernels, the same ones.
@@ -132,9 +138,18 @@ def rows_of(module: Compiled, arch: str) -> list[Row]:
     return rows
 
 
+def chosen(modules: Sequence[Compiled], substring: str, which: Which) -> list[Compiled]:
+    """The modules with `substring` in their names that `which` leaves, in their order."""
+    named = [module for module in modules if substring in module.name]
+    if which == "all":
+        return named
+    representative = [module for module in named if getattr(module, "representative", True)]
+    return representative[:SAMPLE] if which == "sample" else representative
+
+
 def main(argv: list[str]) -> int:
-    arch, spec, substring, path = argv
-    modules = [module for module in compiler_of(spec)(arch) if substring in module.name]
+    arch, spec, substring, which, path = argv
+    modules = chosen(compiler_of(spec)(arch), substring, cast(Which, which))
     with open(path, "w") as file:
 
         def write(line: dict[str, Any]) -> None:

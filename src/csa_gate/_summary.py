@@ -98,7 +98,9 @@ class Tally:
             if not ran:
                 faults.append(f"{subject}: no test passed, all were skipped")
             elif missing:
-                faults.append(f"{subject} claims {', '.join(missing)}, but no test of that ran")
+                why = {case.reason: None for clause in missing for case in self._of(subject, clause) if case.reason}
+                because = f": {'; '.join([*why][:MAX_REASONS])}" if why else ""
+                faults.append(f"{subject} claims {', '.join(missing)}, but no test of that ran{because}")
         return faults
 
     def table(self) -> list[str]:
@@ -108,7 +110,7 @@ class Tally:
         for subject in subjects:
             lines += [str(subject), f"  {'clause':<20}{'ran':>7}{'passed':>8}{'failed':>8}{'skipped':>9}"]
             for clause in self._clauses(subject):
-                cases = [c for c in self._cases.values() if c.subject == subject and c.clause == clause]
+                cases = self._of(subject, clause)
                 count = Counter(c.outcome for c in cases)
                 ran = count["passed"] + count["failed"]
                 unclaimed = bool(subject.kernel) and clause not in subject.claims
@@ -118,6 +120,9 @@ class Tally:
                 )
                 lines += _reasons(Counter(c.reason for c in cases if c.outcome == "skipped"))
         return lines
+
+    def _of(self, subject: Subject, clause: str) -> list[_Case]:
+        return [case for case in self._cases.values() if case.subject == subject and case.clause == clause]
 
     def _clauses(self, subject: Subject) -> list[str]:
         """The clauses claimed, in the contract's order, then the others that have tests."""

@@ -1,0 +1,109 @@
+"""The cases at the edges of schedules: they reach all that a call can get, whatever the schedules are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from csa_gate.fixtures import cases, schedules
+from csa_gate.fixtures.schedules import SCHEDULES, Scheduled, covering, edge_cases, scheduled, schedules_of
+from csa_gate.fused import compiled
+from csa_gate.fused.config import LEAF_ROWS, Direction, Schedule
+from csa_gate.oracles import Problem
+
+RATIOS = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128, 129, 200, 256)
+HEAD_DIMS = (1, 2, 3, 7, 8, 9, 16, 31, 33, 64, 65, 66, 128, 256, 512, 1024, 16384)
+ROWS = (1, 2, 8, 31, 33, 64, 500, 1023, 1024, 2048, 6144, 16384, 65536, 1 << 20)
+
+
+def reachable() -> dict[Scheduled, tuple[int, int, int, int]]:
+    """What calls over a grid of shapes get, and a shape of each."""
+    grid = itertools.product(RATIOS, (1, 2), HEAD_DIMS, ROWS)
+    return {found: shape for shape in grid for found in scheduled(*shape)}
+
+
+def missing(table: tuple[cases.Case, ...]) -> dict[Scheduled, tuple[int, int, int, int]]:
+    """The part of `reachable` that no L1 case of a table reaches."""
+    reached = {found for case in table if case.level == "L1" for found in schedules_of(case.problem)}
+    return {found: shape for found, shape in reachable().items() if found not in reached}
+
+
+@pytest.fixture
+def another(monkeypatch: pytest.MonkeyPatch) -> Iterator[Schedule]:
+    """A schedule that someone adds, for a bucket of its own."""
+    added = Schedule("registers", 64, 2, 2, 3)
+    shipped = compiled.schedule_of
+
+    def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Schedule:
+        ours = direction == "forward" and 5 <= window <= 12 and 300 <= rows < 700
+        return added if ours else shipped(direction, window, groups, rows)
+
+    monkeypatch.setattr(compiled, "schedule_of", schedule_of)
+    schedules._config.cache_clear()
+    yield added
+    schedules._config.cache_clear()
+
+
+def test_every_schedule_is_run_at_l1() -> None:
+    assert not missing(SCHEDULES)
+
+
+def test_a_schedule_without_a_case_is_missed(another: Schedule) -> None:
+    assert set(missing(SCHEDULES)) == {("forward", another)}
+
+
+def test_cases_follow_a_new_schedule(another: Schedule) -> None:
+    """They are derived, at its edges along the rows and the window."""
+    table = edge_cases()
+    assert not missing(table)
+    at = {
+        (c.problem.window, c.problem.total_comp) for c in table if ("forward", another) in schedules_of(c.problem)
+    }
+    assert {(5, 300), (5, 301), (12, 300)} <= at
+    assert (5, 299) in {(c.problem.window, c.problem.total_comp) for c in table}
+    assert {4, 13, 14} & {c.problem.window for c in table}
+
+
+def test_windows_stand_on_both_sides_of_each_change() -> None:
+    """At every window that is run, the next shorter or the next longer one gets another schedule, or there is none."""
+    windows = sorted({c.problem.window for c in SCHEDULES})
+    assert {1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 258, 512} <= set(windows), "258 is the first after 256"
+
+
+@pytest.mark.parametrize("window", sorted({c.problem.window for c in SCHEDULES}))
+def test_rows_and_groups_stand_around_the_sizes_of_blocks(window: int) -> None:
+    """One less, equal and one more: rows of a block and of a leaf, column groups of a block."""
+    ours = [c.problem for c in SCHEDULES if c.problem.window == window]
+    rows = {p.total_comp for p in ours}
+    groups = {p.head_dim // vec(p) for p in ours}
+    for _, schedule in scheduled(ours[0].ratio, ours[0].coff, 512, 1):
+        assert {n for n in around(schedule.rows) if n} <= rows
+        assert {n for n in around(schedule.threads_x) if n} <= groups
+    assert around(LEAF_ROWS) <= rows
+
+
+def around(size: int) -> set[int]:
+    return {size - 1, size, size + 1}
+
+
+def vec(problem: Problem) -> int:
+    """Columns of a thread."""
+    return schedules._config("forward", problem.ratio, problem.coff, problem.head_dim, problem.total_comp).vec
+
+
+def test_segments_make_the_rows_of_the_name() -> None:
+    for case in SCHEDULES:
+        p = case.problem
+        assert case.id == f"r{p.ratio}c{p.coff}-d{p.head_dim}-n{p.rows}"
+        assert p.total_comp == p.rows
+
+
+def test_covering_keeps_one_case_for_each_schedule() -> None:
+    kept = covering(SCHEDULES)
+    assert {s for c in kept for s in schedules_of(c.problem)} == {s for c in SCHEDULES for s in schedules_of(c.problem)}
+    assert len(kept) < len(SCHEDULES) / 3
+    assert covering([*kept, *SCHEDULES]) == kept
+    assert not covering([replace(kept[0], problem=Problem((1,), 4, 2, 8))]), "nothing is launched without rows"
