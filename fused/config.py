@@ -15,8 +15,8 @@ MAX_RATIO = 256
 # Longest window: column groups and shares of a block, and blocks that a multiprocessor should hold. The best of those
 # tried on an H200 (65,536 tokens, windows 128 and 256): others took up to twice the time.
 STREAMED: dict[Direction, dict[int, tuple[int, int, int]]] = {
-    "forward": {64: (16, 16, 5), 128: (16, 16, 5), 256: (16, 16, 3), 2 * MAX_RATIO: (8, 32, 2)},
-    "backward": {64: (16, 16, 3), 128: (16, 16, 3), 256: (16, 16, 2), 2 * MAX_RATIO: (8, 32, 1)},
+    "forward": {128: (16, 16, 5), 256: (16, 16, 3), 2 * MAX_RATIO: (8, 32, 2)},
+    "backward": {128: (16, 16, 3), 256: (16, 16, 2), 2 * MAX_RATIO: (8, 32, 1)},
 }
 ROWS_EACH = 4  # of a streamed backward block, for a dape workspace that is small beside the gradients
 MANY_BLOCKS = 512  # that keep a large device busy with so many rows each
@@ -115,10 +115,9 @@ def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Sc
     """
     if window > LONG_WINDOW:
         width, shares, min_blocks = next(cut for longest, cut in STREAMED[direction].items() if window <= longest)
-        width = min(width, 1 << (groups - 1).bit_length())
-        many = rows // ROWS_EACH * -(-groups // width) >= MANY_BLOCKS
+        many = groups >= width and rows // ROWS_EACH * -(-groups // width) >= MANY_BLOCKS
         rows_each = ROWS_EACH if many and direction == "backward" else 1
-        return Schedule("streamed", width, shares, rows_each, min_blocks)
+        return Schedule("streamed", min(width, 1 << (groups - 1).bit_length()), shares, rows_each, min_blocks)
     if window > SCALAR_WINDOW:
         return Schedule("registers", 32, 4, 1, 1) if direction == "forward" else Schedule("registers", 8, 32, 1, 1)
     many = rows * groups >= MANY_THREADS
