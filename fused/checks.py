@@ -213,6 +213,14 @@ def require_tensors(**arguments: object) -> None:
             raise ValueError(f"{name}: got {type(value).__name__}, need a torch.Tensor")
 
 
+def check_devices(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a tensor that is not where kv is: with one on meta, torch would compute nothing."""
+    device = tensors["kv"].device
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name}: got device {tensor.device}, need {device}, where kv is")
+
+
 def is_misaligned(tensor: Tensor) -> bool:
     """Whether the address of a tensor that has one is no multiple of its element's size."""
     return tensor.data_ptr() % tensor.itemsize != 0

@@ -107,6 +107,8 @@ def _why_not(
             return f"{name} starts at an address that is no multiple of its element's size"
     if kv.dim() != 2 and (kv.dim() != 3 or kv.shape[1] != 1):
         return "kv is neither (tokens, columns) nor (tokens, 1, columns)"
+    if not kv.shape[-1]:
+        return "kv has no columns"
     if kv.numel() > INT32_MAX or (total_comp or 0) * (kv.shape[-1] // coff) > INT32_MAX:
         return f"kv or out has more than {INT32_MAX} elements, which int32 offsets do not reach"
     if kv.shape[0] < ratio and total_comp:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .api import compress_forward
-from .checks import check_coff, check_ratio, require_tensors
+from .checks import INPUTS, check_coff, check_devices, check_ratio, require_tensors
 from .wrappers import allocating_backward, empty_rows, head_dim_of, rows_of
 
 
@@ -93,6 +93,7 @@ def _(
     coff: int,
     total_comp: int,
 ) -> Tensor:
+    check_devices(dict(zip(INPUTS, (kv, score, ape, cu_seqlens, cu_seqlens_comp), strict=True)))
     return kv.new_empty((total_comp, head_dim_of(kv, coff)), dtype=torch.bfloat16)
 
 
@@ -107,6 +108,8 @@ def _(
     ratio: int,
     coff: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    names = (*INPUTS, "grad_out")
+    check_devices(dict(zip(names, (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out), strict=True)))
     return torch.empty_like(kv), torch.empty_like(score), torch.empty_like(ape)
 
 

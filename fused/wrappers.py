@@ -164,16 +164,20 @@ def rows_of(cu_seqlens_comp: Tensor, total_comp: int | None) -> int:
     """`total_comp`, or the last element of `cu_seqlens_comp` for None, which waits for the device.
 
     Raises:
-        ValueError: `total_comp` is not a number of rows, or `cu_seqlens_comp` ends in none.
+        ValueError: `total_comp` is not a number of rows that int32 offsets reach, or `cu_seqlens_comp` ends in none.
         RuntimeError: `total_comp` is None under CUDA graph capture, where nothing can be waited for.
     """
     rows = check_rows(total_comp)
     if rows is not None:
+        if rows > INT32_MAX:
+            raise ValueError(f"total_comp: got {rows} rows, need at most {INT32_MAX} (int32 offsets)")
         return rows
     require_tensors(cu_seqlens_comp=cu_seqlens_comp)
     if cu_seqlens_comp.dim() != 1 or not len(cu_seqlens_comp):
         shape = tuple(cu_seqlens_comp.shape)
         raise ValueError(f"cu_seqlens_comp: got shape {shape}, need the number of segments + 1")
+    if cu_seqlens_comp.is_meta:
+        raise ValueError("cu_seqlens_comp: got device meta, need one to read the number of rows on, or a total_comp")
     if cu_seqlens_comp.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("total_comp: got None under CUDA graph capture, which cannot wait; name the rows of out")
     rows = int(cu_seqlens_comp[-1].item())

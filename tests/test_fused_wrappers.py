@@ -192,6 +192,7 @@ def test_no_reads(device: str) -> None:
         (lambda t: t[None], r"cu_seqlens_comp: got shape \(1, 5\), need the number of segments \+ 1"),
         (lambda t: -t, r"cu_seqlens_comp: got -5 at the end, need a number of rows"),
         (lambda t: t.tolist(), r"cu_seqlens_comp: got list, need a torch\.Tensor"),
+        (lambda t: t.to("meta"), r"cu_seqlens_comp: got device meta, need one to read the number of rows on"),
     ],
 )
 @pytest.mark.parametrize("call", [csa_compressor_forward_wrapper, compress_thd])

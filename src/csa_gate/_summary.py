@@ -31,6 +31,11 @@ class Subject:
     device: str = ""
     claims: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, properties: Mapping[str, str]) -> Subject:
+        """The subject that the properties of a test name."""
+        return cls(properties[KERNEL], properties[DEVICE], tuple(properties[CLAIMS].split()))
+
     def __str__(self) -> str:
         return f"{self.kernel} on {self.device}" if self.kernel else "tests without a kernel"
 
@@ -58,7 +63,7 @@ class Tally:
         """Count one report of a gate test. `outcome` is passed, failed or skipped; `reason` says why it was skipped."""
         subject = Subject()
         if KERNEL in properties:
-            subject = Subject(properties[KERNEL], properties[DEVICE], tuple(properties[CLAIMS].split()))
+            subject = Subject.of(properties)
             self._subjects[subject] = None
             self.machines[subject.device] = properties[MACHINE]
         case = _Case(subject, properties[CLAUSE], outcome, reason)
@@ -92,14 +97,20 @@ class Tally:
         if not whole:
             return []
         faults = []
-        for subject in self._subjects:
-            ran = {c.clause for c in self._cases.values() if c.subject == subject and c.outcome != "skipped"}
-            missing = [clause for clause in subject.claims if clause not in ran]
-            if not ran:
+        for subject, missing in self.unproved().items():
+            if missing == list(subject.claims) and not self._ran(subject):
                 faults.append(f"{subject}: no test passed, all were skipped")
-            elif missing:
+            else:
                 faults.append(f"{subject} claims {', '.join(missing)}, but no test of that ran")
         return faults
+
+    def unproved(self) -> dict[Subject, list[str]]:
+        """The kernels that claim a clause of which no test ran, and those clauses."""
+        missing = {s: [clause for clause in s.claims if clause not in self._ran(s)] for s in self._subjects}
+        return {subject: clauses for subject, clauses in missing.items() if clauses}
+
+    def _ran(self, subject: Subject) -> set[str]:
+        return {c.clause for c in self._cases.values() if c.subject == subject and c.outcome != "skipped"}
 
     def table(self) -> list[str]:
         """Every kernel's clauses: how many cases ran, passed, failed, were skipped and why."""
