@@ -34,7 +34,7 @@ class Gate:
         self.tally = Tally()
         self.faults: list[str] = []
         self.stopped = False
-        self.takes_part = False
+        self.collected = self.takes_part = False
         self.selected: set[str] = set()
         self.ended: set[str] = set()
         self.lost: list[str] = []
@@ -72,10 +72,12 @@ class Gate:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, Any, Any]:
-        """Enrol the gate tests, and load the kernel if one that is left after deselection needs it."""
+        """Enrol the gate tests, load the kernel if one of those left after deselection needs it, note what is to run."""
         self._or_end(items, enrol)
         result = yield
         self._or_end(items, self._prepare)
+        self.selected.update(item.nodeid for item in items)
+        self.collected |= bool(gate_items(items))
         return result
 
     @pytest.hookimpl(optionalhook=True)
@@ -83,14 +85,9 @@ class Gate:
         """Share out the GPUs before the workers start."""
         share_devices(specs)
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Know what is about to run, so as to say in the end what did not."""
-        self.selected.update(item.nodeid for item in session.items)
-        self.takes_part |= bool(gate_items(session.items))
-
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """The same from a worker of xdist's, which does not say which are gate tests."""
+        """Know what a worker is about to run; which are gate tests it does not say."""
         self.selected.update(ids)
 
     def pytest_report_collectionfinish(self, items: list[pytest.Item]) -> list[str]:
@@ -131,16 +128,18 @@ class Gate:
         finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         self.stopped = not finished or bool(session.shouldstop or session.shouldfail or self.selected - self.ended)
         named = self.kernel_given or self.device_given
-        if self.tally:
-            self.takes_part = True
-            if not self.stopped:
-                self.faults = self.tally.faults(whole=not narrowed_by(self.config))
-        elif exitstatus == pytest.ExitCode.OK and named and not self.stopped:
+        self.takes_part = bool(self.tally) or (
+            self.stopped
+            and (named or self.collected)
+            and exitstatus not in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
+        )
+        if self.tally and not self.stopped:
+            self.faults = self.tally.faults(whole=not narrowed_by(self.config))
+        elif exitstatus == pytest.ExitCode.OK and named and not self.takes_part:
             self.faults = ["the command line names a kernel or a device, but no gate test took part"]
-        self.takes_part |= named and self.stopped and exitstatus != pytest.ExitCode.NO_TESTS_COLLECTED
         if self.takes_part and self.lost:
             self.faults.append(f"{len(self.lost)} tests took their worker process with them: {', '.join(self.lost)}")
-        if (self.faults or (self.takes_part and self.stopped)) and exitstatus == pytest.ExitCode.OK:
+        if exitstatus == pytest.ExitCode.OK and (self.faults or (self.takes_part and self.stopped)):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -97,17 +97,21 @@ class Tally:
         if not whole:
             return []
         faults = []
-        for subject, missing in self.unproved().items():
-            if missing == list(subject.claims) and not self._ran(subject):
+        for subject in self._subjects:
+            missing = self._missing(subject)
+            if not self._ran(subject):
                 faults.append(f"{subject}: no test passed, all were skipped")
-            else:
+            elif missing:
                 faults.append(f"{subject} claims {', '.join(missing)}, but no test of that ran")
         return faults
 
     def unproved(self) -> dict[Subject, list[str]]:
         """The kernels that claim a clause of which no test ran, and those clauses."""
-        missing = {s: [clause for clause in s.claims if clause not in self._ran(s)] for s in self._subjects}
-        return {subject: clauses for subject, clauses in missing.items() if clauses}
+        return {subject: missing for subject in self._subjects if (missing := self._missing(subject))}
+
+    def _missing(self, subject: Subject) -> list[str]:
+        ran = self._ran(subject)
+        return [clause for clause in subject.claims if clause not in ran]
 
     def _ran(self, subject: Subject) -> set[str]:
         return {c.clause for c in self._cases.values() if c.subject == subject and c.outcome != "skipped"}
