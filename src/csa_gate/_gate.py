@@ -72,7 +72,7 @@ class Gate:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, Any, Any]:
-        """Enrol the gate tests, load the kernel if one of those left after deselection needs it, note what is to run."""
+        """Enrol the gate tests, load the kernel if one that is left after deselection needs it, note what is to run."""
         self._or_end(items, enrol)
         result = yield
         self._or_end(items, self._prepare)
