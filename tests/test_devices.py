@@ -16,9 +16,7 @@ import torch
 from csa_gate import _devices
 from csa_gate._devices import VISIBLE, share_devices, visible_devices
 
-from .test_plugin import BARE, MINE
-
-pytest_plugins = ["tests.test_plugin"]
+from .test_plugin import BARE, KERNELS, MINE, SUITE
 
 
 def shared(monkeypatch: pytest.MonkeyPatch, visible: str | None, specs: list[str], gpus: int = 0) -> list[str | None]:
@@ -102,16 +100,20 @@ def seen(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def test_workers_of_a_session(gate: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_session(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set before torch is there; without workers nothing is touched; and both gates say the same."""
     monkeypatch.setenv(VISIBLE, "GPU-aa,GPU-bb")
-    gate.makeconftest(LOOK)
-    alone = gate.runpytest_subprocess(*BARE, MINE, "-n0")
-    assert seen(gate.path) == {"main": {"torch": False, "visible": "GPU-aa,GPU-bb"}}
-    shared = gate.runpytest_subprocess(*BARE, MINE, "-n3")
+    pytester.makepyfile(
+        mine=KERNELS, suite=SUITE, test_gate="from suite import Suite\nclass TestGate(Suite):\n    pass\n"
+    )
+    pytester.makeini("[pytest]\npythonpath = .\n")
+    pytester.makeconftest(LOOK)
+    alone = pytester.runpytest_subprocess(*BARE, MINE, "-n0")
+    assert seen(pytester.path) == {"main": {"torch": False, "visible": "GPU-aa,GPU-bb"}}
+    shared = pytester.runpytest_subprocess(*BARE, MINE, "-n3")
     workers = ("GPU-aa,GPU-bb", "GPU-bb,GPU-aa", "GPU-aa,GPU-bb")
     want = {f"gw{i}": {"torch": False, "visible": visible} for i, visible in enumerate(workers)}
-    assert seen(gate.path) == want | {"main": {"torch": False, "visible": "GPU-aa,GPU-bb"}}
+    assert seen(pytester.path) == want | {"main": {"torch": False, "visible": "GPU-aa,GPU-bb"}}
     last = "gate passed: mine on cpu (2 clauses)"
     summaries = [r.outlines[r.outlines.index("mine on cpu") : r.outlines.index(last)] for r in (alone, shared)]
     assert summaries[0] == summaries[1]

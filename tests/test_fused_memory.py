@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -197,6 +198,56 @@ def test_debug_variable(value: str | None, on: bool) -> None:
     code = "from csa_gate.fused import checks; print(checks.DEBUG)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
     assert done.stdout == f"{on}\n", done.stderr
+
+
+class OnCuda:
+    """What `check_contents` asks of a tensor on a CUDA device, without one."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, tensor: Tensor, reads: list[str]) -> None:
+        self.tensor, self.reads = tensor, reads
+        self.data_ptr, self.nbytes = tensor.data_ptr, tensor.nbytes
+
+    def cpu(self) -> Tensor:
+        self.reads.append("read")
+        return self.tensor
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("wrong", ["", "offsets", "overlap"])
+def test_debug_mode_off_the_cpu(debug: bool, capturing: bool, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets are read in debug mode alone, and never under capture."""
+    monkeypatch.setattr(checks, "DEBUG", debug)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    arguments, _ = ENTRIES["forward"].arguments()
+    if wrong == "offsets":
+        arguments["cu_seqlens"] += 1
+    if wrong == "overlap":
+        arguments["out"] = _in(arguments["kv"], ROWS)
+    reads: list[str] = []
+    inputs: Any = {name: OnCuda(arguments[name], reads) for name in TENSORS}
+    outputs: Any = {"out": OnCuda(arguments["out"], reads)}
+    shape = checks.Shape(segments=2, total_tokens=12, total_comp=3, head_dim=6)
+    message = None
+    try:
+        checks.check_contents(4, shape, inputs, outputs)
+    except (ValueError, RuntimeError) as error:
+        message = f"{type(error).__name__} {error}"
+    if not debug:
+        assert message is None and not reads
+    elif capturing:
+        assert message is not None and message.startswith("RuntimeError CSA_GATE_DEBUG: got a call under CUDA graph")
+        assert not reads
+    else:
+        want = {
+            "": None,
+            "offsets": "ValueError cu_seqlens[0]: got 1, need 0",
+            "overlap": "ValueError out: got memory that kv has too, need its own",
+        }
+        assert message == want[wrong] and reads
 
 
 @needs_cuda

@@ -40,9 +40,7 @@ class Wrong(NamedTuple):
 WRONG = (
     Wrong("answers_by_shape", "test_same_tensors[r4c2-d128]", "replay", ("in used tensors",), True),
     Wrong("zeros", "test_values[r4c2-d128-normal-error_bound]", "error_bound", ("got 0 (0x0000)", "times)"), False),
-    Wrong(
-        "rebinds", "test_values[r4c2-d128-normal-forward_bits]", "forward_bits", ("got nan", "NaN on one"), False
-    ),
+    Wrong("rebinds", "test_values[r4c2-d128-normal-forward_bits]", "forward_bits", ("got nan", "NaN on one"), False),
     Wrong("adds_bias_in_place", "test_guards[every-class-nan]", "memory", ("score: ", "input were changed"), True),
     Wrong("behaves_on_nan", "test_run_to_run[r4c2-d128-deterministic]", "deterministic", ("buffers held zero",), False),
     Wrong("lengths_by_pointer", "test_same_tensors[r4c2-d128]", "replay", ("'moved' in used tensors",), True),
