@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import execnet
@@ -69,6 +70,30 @@ def test_visible_devices_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(_devices.ctypes, "CDLL", none)
     assert visible_devices() == []
+
+
+@pytest.mark.parametrize(("fails", "count"), [((), 4), ((1, 3), 2), ((0, 1, 2, 3), 0), (("init",), 0)], ids=str)
+def test_only_devices_that_open_count(
+    fails: tuple[int | str, ...], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that knows four GPUs, some of which are somebody else's."""
+
+    def init() -> int:
+        return int("init" in fails)
+
+    def get_count(there: Any) -> int:
+        there._obj.value = 4
+        return 0
+
+    driver = SimpleNamespace(
+        nvmlInit_v2=init,
+        nvmlDeviceGetCount_v2=get_count,
+        nvmlDeviceGetHandleByIndex_v2=lambda i, handle: 4 if i in fails else 0,
+        nvmlShutdown=lambda: 0,
+    )
+    monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.setattr(_devices.ctypes, "CDLL", lambda name: driver)
+    assert visible_devices() == [str(i) for i in range(count)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -40,14 +40,18 @@ def visible_devices() -> list[str]:
 
 
 def _device_count() -> int:
-    """GPUs by the driver's own library for management, 0 where there is none."""
+    """GPUs that the driver's own library for management lets this process open, 0 where there is none.
+
+    It counts those of other people's too, which CUDA gives no number: naming one would hide all after it.
+    """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return 0
     if library.nvmlInit_v2():
         return 0
-    count = ctypes.c_uint()
-    failed = library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    count, handle = ctypes.c_uint(), ctypes.c_void_p()
+    library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    opened = [library.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(handle)) == 0 for i in range(count.value)]
     library.nvmlShutdown()
-    return 0 if failed else count.value
+    return sum(opened)
