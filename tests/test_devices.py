@@ -128,6 +128,7 @@ def seen(folder: Path) -> dict[str, dict[str, Any]]:
 def test_workers_of_a_session(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set before torch is there; without workers nothing is touched; and both gates say the same."""
     monkeypatch.setenv(VISIBLE, "GPU-aa,GPU-bb")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # this may be a worker itself
     pytester.makepyfile(
         mine=KERNELS, suite=SUITE, test_gate="from suite import Suite\nclass TestGate(Suite):\n    pass\n"
     )

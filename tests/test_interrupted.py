@@ -13,7 +13,7 @@ import pytest
 
 from .test_plugin import BARE, KERNELS, MINE, SUITE
 
-WAIT = 120  # seconds for what takes a few: a machine may be busy
+WAIT = 240  # seconds for what takes a few: a machine may be busy
 
 # `met` is there once a test has begun; the process that runs it waits for what comes, or fails.
 SLOW = """
@@ -77,7 +77,7 @@ def test_ctrl_c(folder: Path, workers: list[str]) -> None:
     status, lines = end(session)
     assert status == pytest.ExitCode.INTERRUPTED
     assert lines.count("not run: 2 of 6 tests") == 1
-    assert lines.count("not run: any test of memory, which mine on cpu claims") == 1
+    assert lines.count("not run: every test of memory, which mine on cpu claims") == 1
     assert lines.count(STOPPED) == 1
     assert not [line for line in lines if "gate passed" in line]
 
@@ -131,7 +131,7 @@ def test_exit_from_within(folder: Path, status: int) -> None:
     code, lines = end(start(folder, f"pytest.exit('done', returncode={status})"))
     assert code == (status or pytest.ExitCode.TESTS_FAILED)
     assert "not run: 2 of 6 tests" in lines
-    assert "not run: any test of memory, which mine on cpu claims" in lines
+    assert "not run: every test of memory, which mine on cpu claims" in lines
     assert STOPPED in lines
 
 

@@ -176,7 +176,7 @@ class Gate:
         if not subjects and "subject" in self.__dict__ and not self.tally:
             subject = Subject.of(self.subject)
             subjects = {subject: list(subject.claims)}
-        return lines + [f"not run: any test of {', '.join(claims)}, which {s} claims" for s, claims in subjects.items()]
+        return lines + [f"not run: every test of {', '.join(names)}, which {s} claims" for s, names in subjects.items()]
 
     def _verdict(self, passed: bool) -> str:
         if self.tally.failed:
