@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import compiled
-from .checks import check_backward, check_forward, check_offsets
+from .checks import INPUTS, check_backward, check_coff, check_contents, check_forward, check_ratio
 from .config import Exp
 
 
@@ -26,6 +26,10 @@ def compress_forward(
     On CUDA out has the bits of the fp32-intermediate PyTorch region on the same device; in portable mode it has the
     same bits on every machine. Runs on the current stream of the tensors' device, without synchronisation.
 
+    On the CPU every call checks the offsets' values, and that out has memory of its own. On CUDA both are up to the
+    caller, unless the process was started with CSA_GATE_DEBUG=1: debug mode checks them there too, in every call, for
+    which it waits for the device.
+
     Args:
         kv, score: (total_tokens, coff * head_dim), bf16, contiguous, on CPU or CUDA.
         ape: (ratio, coff * head_dim), fp32.
@@ -33,7 +37,8 @@ def compress_forward(
         cu_seqlens_comp: (B+1,), int32, row offsets: segment s has `len_s // ratio` rows.
         ratio: 1 to 256.
         coff: 1, or 2 for overlapping windows.
-        out: (total_comp, head_dim), bf16, written whole; rows past cu_seqlens_comp[-1] pool tokens [0, ratio).
+        out: (total_comp, head_dim), bf16, written whole; rows past cu_seqlens_comp[-1] pool tokens [0, ratio). It
+            overlaps no input and, unless gradients are off, does not require grad.
         exp: `native` (CUDA only, and the default there) or `portable` (the default on the CPU).
 
     Returns:
@@ -41,12 +46,15 @@ def compress_forward(
 
     Raises:
         ValueError: naming the argument, what came and what is needed; nothing is written then.
+        RuntimeError: while a CUDA graph is captured, which stays usable: the kernel is not compiled yet, or debug mode
+            is on.
     """
     tensors = [kv, score, ape, cu_seqlens, cu_seqlens_comp, out]
     if not compiled.rerun("forward", ratio, coff, exp, tensors):
+        ratio, coff = check_ratio(ratio), check_coff(coff)
         shape = check_forward(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, out)
-        check_offsets(cu_seqlens, cu_seqlens_comp, ratio, shape)
         _check_exp(exp, kv)
+        check_contents(ratio, shape, dict(zip(INPUTS, tensors, strict=False)), {"out": out})
         if shape.total_comp:
             compiled.run("forward", ratio, coff, shape, exp, tensors)
     return out
@@ -77,22 +85,28 @@ def compress_backward(
         kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, exp: as in `compress_forward`.
         grad_out: (total_comp, head_dim), bf16; rows past cu_seqlens_comp[-1] are ignored.
         grad_kv, grad_score: as kv.
-        grad_ape: as ape.
+        grad_ape: as ape. The three overlap neither each other nor an input, and are otherwise as out.
 
     Returns:
         (grad_kv, grad_score, grad_ape).
 
     Raises:
-        ValueError: as `compress_forward`.
+        ValueError, RuntimeError: as `compress_forward`; ValueError too for a workspace of 2^31 elements or more.
     """
     gradients = (grad_kv, grad_score, grad_ape)
     tensors = [kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, *gradients]
     if not compiled.rerun("backward", ratio, coff, exp, tensors):
+        ratio, coff = check_ratio(ratio), check_coff(coff)
         shape = check_backward(
             kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio, coff, grad_kv, grad_score, grad_ape
         )
-        check_offsets(cu_seqlens, cu_seqlens_comp, ratio, shape)
         _check_exp(exp, kv)
+        check_contents(
+            ratio,
+            shape,
+            dict(zip((*INPUTS, "grad_out"), tensors, strict=False)),
+            {"grad_kv": grad_kv, "grad_score": grad_score, "grad_ape": grad_ape},
+        )
         if shape.total_comp:
             compiled.run("backward", ratio, coff, shape, exp, tensors)
         else:
@@ -102,7 +116,7 @@ def compress_backward(
 
 
 def _check_exp(exp: Exp | None, kv: Tensor) -> None:
-    if exp not in (None, "native", "portable"):
+    if exp is not None and not (isinstance(exp, str) and exp in ("native", "portable")):
         raise ValueError(f"exp: got {exp!r}, need 'native' or 'portable'")
     if exp == "native" and not kv.is_cuda:
         raise ValueError(f"exp: got 'native' for tensors on {kv.device}, need 'portable' there")

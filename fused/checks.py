@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +13,13 @@ from torch._subclasses import FakeTensor
 
 from .config import MAX_RATIO
 
+INPUTS = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
 INT32_MAX = 2**31 - 1
+
+DEBUG = os.environ.get("CSA_GATE_DEBUG", "") not in ("", "0")
+"""Debug mode, set by the environment variable when this module is imported: on CUDA too, every call checks all that
+`check_contents` looks at. Each call then waits for the device, and none can be captured in a CUDA graph."""
+
 _BF16, _FP32, _INT32 = torch.bfloat16, torch.float32, torch.int32
 
 
@@ -38,7 +46,7 @@ def check_forward(
     """The sizes of a forward call. Raises ValueError naming the argument, what came and what is needed."""
     shape = _sizes(kv, cu_seqlens, ratio, coff, "out", out)
     _check_inputs(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, shape)
-    _check("out", out, _BF16, (shape.total_comp, shape.head_dim), kv.device)
+    _check_output("out", out, _BF16, (shape.total_comp, shape.head_dim), kv.device)
     if shape.total_comp and shape.total_tokens < ratio:
         raise ValueError(
             f"kv: got {shape.total_tokens} tokens, need at least ratio = {ratio}: "
@@ -64,18 +72,17 @@ def check_backward(
     shape = _sizes(kv, cu_seqlens, ratio, coff, "grad_out", grad_out)
     _check_inputs(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, shape)
     _check("grad_out", grad_out, _BF16, (shape.total_comp, shape.head_dim), kv.device)
-    _check("grad_kv", grad_kv, _BF16, tuple(kv.shape), kv.device)
-    _check("grad_score", grad_score, _BF16, tuple(kv.shape), kv.device)
-    _check("grad_ape", grad_ape, _FP32, tuple(ape.shape), kv.device)
+    _check_output("grad_kv", grad_kv, _BF16, tuple(kv.shape), kv.device)
+    _check_output("grad_score", grad_score, _BF16, tuple(kv.shape), kv.device)
+    _check_output("grad_ape", grad_ape, _FP32, tuple(ape.shape), kv.device)
     return shape
 
 
 def _sizes(kv: Tensor, cu_seqlens: Tensor, ratio: int, coff: int, name: str, rows: Tensor) -> Shape:
-    if isinstance(ratio, bool) or not isinstance(ratio, int) or not 1 <= ratio <= MAX_RATIO:
-        raise ValueError(f"ratio: got {ratio!r}, need an integer from 1 to {MAX_RATIO}")
+    check_ratio(ratio)
     check_coff(coff)
     for argument, tensor, rank in (("kv", kv, 2), ("cu_seqlens", cu_seqlens, 1), (name, rows, 2)):
-        _check_tensor(argument, tensor)
+        check_tensor(argument, tensor)
         if tensor.dim() != rank:
             raise ValueError(f"{argument}: got shape {tuple(tensor.shape)}, need {rank} dimensions")
     if kv.device.type not in ("cpu", "cuda"):
@@ -85,9 +92,6 @@ def _sizes(kv: Tensor, cu_seqlens: Tensor, ratio: int, coff: int, name: str, row
         raise ValueError(f"kv: got {width} columns, need a positive multiple of coff = {coff}")
     if not len(cu_seqlens):
         raise ValueError("cu_seqlens: got 0 offsets, need the number of segments + 1")
-    for argument, tensor in (("kv", kv), (name, rows)):
-        if tensor.numel() > INT32_MAX:
-            raise ValueError(f"{argument}: got {tensor.numel()} elements, need at most {INT32_MAX} (int32 offsets)")
     return Shape(len(cu_seqlens) - 1, kv.shape[0], rows.shape[0], width // coff)
 
 
@@ -109,15 +113,38 @@ def _check_inputs(
     _check("cu_seqlens_comp", cu_seqlens_comp, _INT32, (shape.segments + 1,), kv.device)
 
 
-def check_offsets(cu_seqlens: Tensor, cu_seqlens_comp: Tensor, ratio: int, shape: Shape) -> None:
-    """Offsets on the CPU can be read without waiting, and wrong ones would read or write foreign memory.
+def check_contents(ratio: int, shape: Shape, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+    """Look at what shapes do not show: the values of the offsets, and whether outputs have memory of their own.
+
+    Wrong ones would read or write foreign memory. On the CPU this is part of every call; on CUDA reading an offset
+    waits for the device, so that it is left to debug mode.
+
+    Args:
+        ratio, shape: as checked.
+        inputs, outputs: the tensors of the call by name, checked.
 
     Raises:
-        ValueError: they do not start at 0, decrease, do not belong together, or run past the tensors.
+        ValueError: the offsets do not start at 0, decrease, do not belong together or run past the tensors; an output
+            overlaps an input or another output.
+        RuntimeError: in debug mode, while a CUDA graph is captured, which stays usable.
     """
-    if cu_seqlens.device.type != "cpu":
-        return
-    tokens, rows = cu_seqlens.numpy(), cu_seqlens_comp.numpy()
+    device = inputs["kv"].device
+    if device.type == "cuda":
+        if not DEBUG:
+            return
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "CSA_GATE_DEBUG: got a call under CUDA graph capture, which cannot wait to read cu_seqlens; "
+                    "capture without debug mode"
+                )
+    _check_offsets(inputs["cu_seqlens"], inputs["cu_seqlens_comp"], ratio, shape)
+    _check_overlap(inputs, outputs)
+
+
+def _check_offsets(cu_seqlens: Tensor, cu_seqlens_comp: Tensor, ratio: int, shape: Shape) -> None:
+    # In int32 a crafted decrease would pass for an increase.
+    tokens, rows = (t.cpu().numpy().astype(np.int64) for t in (cu_seqlens, cu_seqlens_comp))
     for name, offsets, most in (
         ("cu_seqlens", tokens, shape.total_tokens),
         ("cu_seqlens_comp", rows, shape.total_comp),
@@ -134,8 +161,19 @@ def check_offsets(cu_seqlens: Tensor, cu_seqlens_comp: Tensor, ratio: int, shape
         raise ValueError(f"cu_seqlens: got {lens[at]} tokens and {blocks[at]} rows in segment {at}, need {need}")
 
 
+def _check_overlap(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+    seen = dict(inputs)
+    for name, output in outputs.items():
+        start = output.data_ptr()
+        for other, tensor in seen.items():
+            begin = tensor.data_ptr()
+            if max(start, begin) < min(start + output.nbytes, begin + tensor.nbytes):
+                raise ValueError(f"{name}: got memory that {other} has too, need its own")
+        seen[name] = output
+
+
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    _check_tensor(name, tensor)
+    check_tensor(name, tensor)
     if tensor.dtype != dtype:
         raise ValueError(f"{name}: got dtype {tensor.dtype}, need {dtype}")
     if tuple(tensor.shape) != shape:
@@ -144,14 +182,28 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
         raise ValueError(f"{name}: got device {tensor.device}, need {device}, where kv is")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: got strides {tensor.stride()}, need contiguous ones")
-    if tensor.data_ptr() % dtype.itemsize:
+    if is_misaligned(tensor):
         raise ValueError(f"{name}: got address {tensor.data_ptr():#x}, need one aligned to {dtype.itemsize} bytes")
 
 
-def _check_tensor(name: str, tensor: object) -> None:
+def _check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    _check(name, tensor, dtype, shape, device)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: got a tensor that requires grad, need one that does not (autograd sees no write here)"
+        )
+
+
+def check_tensor(name: str, tensor: object) -> None:
+    """Raise ValueError unless `tensor` is a strided tensor with memory that int32 offsets reach."""
     require_tensors(**{name: tensor})
+    assert isinstance(tensor, Tensor)
     if isinstance(tensor, FakeTensor):
         raise ValueError(f"{name}: got a FakeTensor, need one with memory")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise ValueError(f"{name}: got {'a nested tensor' if tensor.is_nested else tensor.layout}, need torch.strided")
+    if tensor.numel() > INT32_MAX:
+        raise ValueError(f"{name}: got {tensor.numel()} elements, need at most {INT32_MAX} (int32 offsets)")
 
 
 def require_tensors(**arguments: object) -> None:
@@ -161,7 +213,42 @@ def require_tensors(**arguments: object) -> None:
             raise ValueError(f"{name}: got {type(value).__name__}, need a torch.Tensor")
 
 
-def check_coff(coff: object) -> None:
-    """Raise ValueError for a coff that is neither 1 nor 2."""
-    if isinstance(coff, bool) or not isinstance(coff, int) or coff not in (1, 2):
+def check_devices(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a tensor that is not where kv is: with one on meta, torch would compute nothing."""
+    device = tensors["kv"].device
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name}: got device {tensor.device}, need {device}, where kv is")
+
+
+def is_misaligned(tensor: Tensor) -> bool:
+    """Whether the address of a tensor that has one is no multiple of its element's size."""
+    return tensor.data_ptr() % tensor.itemsize != 0
+
+
+def is_integer(value: object) -> bool:
+    """Whether `value` is an integer of Python's or NumPy's; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_ratio(ratio: int) -> int:
+    """`ratio` as a Python integer. Raises ValueError if it is none from 1 to MAX_RATIO."""
+    if not is_integer(ratio) or not 1 <= ratio <= MAX_RATIO:
+        raise ValueError(f"ratio: got {ratio!r}, need an integer from 1 to {MAX_RATIO}")
+    return int(ratio)
+
+
+def check_coff(coff: int) -> int:
+    """`coff` as a Python integer. Raises ValueError if it is neither 1 nor 2."""
+    if not is_integer(coff) or coff not in (1, 2):
         raise ValueError(f"coff: got {coff!r}, need 1 or 2")
+    return int(coff)
+
+
+def check_rows(total_comp: int | None) -> int | None:
+    """`total_comp` as a Python integer, or None. Raises ValueError if it is neither."""
+    if total_comp is None:
+        return None
+    if not is_integer(total_comp) or total_comp < 0:
+        raise ValueError(f"total_comp: got {total_comp!r}, need a number of rows or None")
+    return int(total_comp)

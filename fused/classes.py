@@ -9,12 +9,11 @@ from torch import Tensor
 
 from . import compiled
 from .api import compress_backward, compress_forward
-from .checks import Shape, check_backward, check_forward, require_tensors
+from .checks import INPUTS, Shape, check_backward, check_coff, check_forward, check_ratio, require_tensors
 from .config import Direction
 from .streams import StreamLike, call_on
 
 MINIMUM_CAPABILITY = (8, 0)
-_INPUTS = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
 
 
 class _Compressor:
@@ -27,8 +26,7 @@ class _Compressor:
         require_tensors(**dict(zip(self._names, samples, strict=True)))
         devices = [s.device for s in samples if s.device.type != "meta"]
         self.device = devices[0] if devices else _current_device()
-        self.ratio = ratio
-        self.coff = coff
+        self.ratio, self.coff = check_ratio(ratio), check_coff(coff)
         self._samples = [_Sample.of(s, self.device) for s in samples]
         self._shape: Shape | None = None
         self._is_compiled = False
@@ -90,7 +88,7 @@ class CSACompressorForward(_Compressor):
     """
 
     _direction = "forward"
-    _names = (*_INPUTS, "out")
+    _names = (*INPUTS, "out")
 
     def __init__(
         self,
@@ -151,7 +149,7 @@ class CSACompressorBackward(_Compressor):
     """
 
     _direction = "backward"
-    _names = (*_INPUTS, "grad_out", "grad_kv", "grad_score", "grad_ape")
+    _names = (*INPUTS, "grad_out", "grad_kv", "grad_score", "grad_ape")
 
     def __init__(
         self,

@@ -13,8 +13,8 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream
 from torch import Tensor
 
-from . import cpu, gpu
-from .checks import Shape
+from . import checks, cpu, gpu
+from .checks import INT32_MAX, Shape
 from .config import (
     LEAF_ROWS,
     LOOP,
@@ -26,6 +26,7 @@ from .config import (
     schedule_of,
     widest_on_gpu,
 )
+from .interrupts import held_back
 
 _LOCK = threading.Lock()  # the DSL compiles one function at a time
 _FUNCTIONS: dict[tuple[Direction, Config, int | None], Callable[..., None]] = {}
@@ -64,10 +65,15 @@ def rerun(direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors:
     """Repeat a call whose like has succeeded before, on CUDA; False if there is none, and then nothing was written.
 
     What the key leaves open, dtypes, devices, strides, alignment and the other shapes, the compiled function checks
-    itself before it launches; its objections are left to the caller's own checks, which name the argument.
+    itself before it launches; its objections are left to the caller's own checks, which name the argument. So is what
+    it does not see: numbers that only equal the key's (True, 4.0), outputs that require grad, all that debug mode asks.
     """
+    if checks.DEBUG or type(ratio) is not int or type(coff) is not int:
+        return False
     try:
-        if type(tensors[0]) not in _PLAIN:
+        if type(tensors[0]) not in _PLAIN or tensors[-1].requires_grad:
+            return False
+        if direction == "backward" and (tensors[6].requires_grad or tensors[7].requires_grad):
             return False
         plan = _PLANS.get(_plan_key(direction, ratio, coff, exp, tensors))
         if plan is None:
@@ -85,15 +91,21 @@ def run(direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp | No
     grad_score, grad_ape].
 
     Raises:
+        ValueError: the workspace is longer than int32 offsets reach.
         RuntimeError: the function is not compiled yet and a CUDA graph is being captured, which would break it.
     """
     kv = tensors[0]
     config = configure(
         direction, ratio, coff, shape, exp or default_exp(kv.device), kv.device, tensors[:3] + tensors[5:]
     )
+    leaves = -(-shape.total_comp // LEAF_ROWS) * config.schedule.leaf_parts * tensors[2].numel()
+    if direction == "backward" and leaves > INT32_MAX:
+        raise ValueError(
+            f"grad_out: got {shape.total_comp} rows, whose workspace has {leaves} elements, "
+            f"need at most {INT32_MAX} there (int32 offsets)"
+        )
     function = compiled_function(direction, config, kv.device.index)
     sizes = (shape.segments, shape.total_tokens, shape.total_comp, shape.head_dim)
-    leaves = -(-shape.total_comp // LEAF_ROWS) * config.schedule.leaf_parts * tensors[2].numel()
     if not config.on_gpu:
         if direction == "backward":
             tensors = [*tensors, torch.empty(leaves)]
@@ -160,6 +172,7 @@ def compiled_function(direction: Direction, config: Config, device: int | None) 
     return _FUNCTIONS[key]
 
 
+@held_back()
 def compile_function(direction: Direction, config: Config) -> Callable[..., None]:
     """Compile one configuration, for the device at hand or the architecture that CUTE_DSL_ARCH names."""
     sizes = [Int32(1)] * 4  # segments, total_tokens, total_comp, head_dim

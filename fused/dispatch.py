@@ -8,8 +8,9 @@ import threading
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
-from .checks import INT32_MAX, require_tensors
+from .checks import INT32_MAX, check_rows, is_integer, is_misaligned, require_tensors
 from .classes import MINIMUM_CAPABILITY
 from .config import MAX_RATIO
 from .op import compress_thd
@@ -57,6 +58,7 @@ def maybe_compress_thd_fused(
     if not enabled:
         return None
     require_tensors(kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp)
+    total_comp = check_rows(total_comp)
     reason = _why_not(kv, score, ape, cu_seqlens, cu_seqlens_comp, total_comp, ratio, coff)
     if reason is not None:
         _log_once(reason)
@@ -86,9 +88,9 @@ def _why_not(
         return f"kv is on a {kv.device.type} device, not cpu or cuda"
     if kv.is_cuda and (found := _capability(kv.device)) < MINIMUM_CAPABILITY:
         return f"the device has compute capability {found}, not {MINIMUM_CAPABILITY} or newer"
-    if not isinstance(ratio, int) or not 1 <= ratio <= MAX_RATIO:
+    if not is_integer(ratio) or not 1 <= ratio <= MAX_RATIO:
         return f"ratio is {ratio!r}, not from 1 to {MAX_RATIO}"
-    if coff not in (1, 2):
+    if not is_integer(coff) or coff not in (1, 2):
         return f"coff is {coff!r}, not 1 or 2"
     for name, tensor, dtype in (
         ("kv", kv, torch.bfloat16),
@@ -99,10 +101,14 @@ def _why_not(
     ):
         if tensor.dtype != dtype:
             return f"{name} is {tensor.dtype}, not {dtype}"
-        if tensor.layout != torch.strided or not tensor.is_contiguous():
+        if tensor.is_nested or tensor.layout != torch.strided or not tensor.is_contiguous():
             return f"{name} is not contiguous"
+        if not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor) and is_misaligned(tensor):
+            return f"{name} starts at an address that is no multiple of its element's size"
     if kv.dim() != 2 and (kv.dim() != 3 or kv.shape[1] != 1):
         return "kv is neither (tokens, columns) nor (tokens, 1, columns)"
+    if not kv.shape[-1]:
+        return "kv has no columns"
     if kv.numel() > INT32_MAX or (total_comp or 0) * (kv.shape[-1] // coff) > INT32_MAX:
         return f"kv or out has more than {INT32_MAX} elements, which int32 offsets do not reach"
     if kv.shape[0] < ratio and total_comp:

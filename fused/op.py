@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .api import compress_forward
-from .checks import require_tensors
+from .checks import INPUTS, check_coff, check_devices, check_ratio, require_tensors
 from .wrappers import allocating_backward, empty_rows, head_dim_of, rows_of
 
 
@@ -47,9 +47,7 @@ def compress_thd(
         RuntimeError: as `csa_compressor_forward_wrapper`, or in the backward of a backward.
     """
     require_tensors(kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp)
-    for name, value in (("ratio", ratio), ("coff", coff)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{name}: got {value!r}, need an integer")
+    ratio, coff = check_ratio(ratio), check_coff(coff)
     rows = rows_of(cu_seqlens_comp, total_comp)
     result: Tensor = _forward(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, rows)
     return result
@@ -95,7 +93,8 @@ def _(
     coff: int,
     total_comp: int,
 ) -> Tensor:
-    return empty_rows(kv, head_dim_of(kv, coff), total_comp)
+    check_devices(dict(zip(INPUTS, (kv, score, ape, cu_seqlens, cu_seqlens_comp), strict=True)))
+    return kv.new_empty((total_comp, head_dim_of(kv, coff)), dtype=torch.bfloat16)
 
 
 @_backward.register_fake
@@ -109,6 +108,8 @@ def _(
     ratio: int,
     coff: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    names = (*INPUTS, "grad_out")
+    check_devices(dict(zip(names, (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out), strict=True)))
     return torch.empty_like(kv), torch.empty_like(score), torch.empty_like(ape)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .api import compress_backward, compress_forward
-from .checks import check_coff, require_tensors
+from .checks import INT32_MAX, check_coff, check_ratio, check_rows, check_tensor, is_integer, require_tensors
 from .streams import StreamLike, call_on
 
 
@@ -61,6 +61,7 @@ def csa_compressor_forward_wrapper(
             call, or `CSACompressorForward.compile`, does that); the capture stays usable.
     """
     inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp)
+    ratio, coff = check_ratio(ratio), check_coff(coff)
     head_dim = head_dim_of(kv, coff, head_dim)
 
     def launch() -> tuple[Tensor, ...]:
@@ -100,6 +101,7 @@ def csa_compressor_backward_wrapper(
         ValueError, RuntimeError: as the forward wrapper.
     """
     inputs = (kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out)
+    ratio, coff = check_ratio(ratio), check_coff(coff)
     head_dim_of(kv, coff, head_dim)
 
     def launch() -> tuple[Tensor, ...]:
@@ -120,7 +122,8 @@ def allocating_backward(
     coff: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`compress_backward` into new tensors."""
-    require_tensors(kv=kv, score=score, ape=ape)
+    for name, tensor in (("kv", kv), ("score", score), ("ape", ape)):  # before as much memory is asked for
+        check_tensor(name, tensor)
     return compress_backward(
         kv,
         score,
@@ -137,7 +140,11 @@ def allocating_backward(
 
 
 def empty_rows(kv: Tensor, head_dim: int, rows: int) -> Tensor:
-    """An `out` of `rows` rows, uninitialised, where kv is."""
+    """An `out` of `rows` rows, uninitialised, where kv is. Raises ValueError for more than int32 offsets reach."""
+    if rows * head_dim > INT32_MAX:
+        raise ValueError(
+            f"total_comp: got {rows} rows of {head_dim}, need at most {INT32_MAX} elements (int32 offsets)"
+        )
     return torch.empty((rows, head_dim), dtype=torch.bfloat16, device=kv.device)
 
 
@@ -146,9 +153,9 @@ def head_dim_of(kv: Tensor, coff: int, head_dim: int | None = None) -> int:
     require_tensors(kv=kv)
     if kv.dim() != 2:
         raise ValueError(f"kv: got shape {tuple(kv.shape)}, need 2 dimensions")
-    check_coff(coff)
+    coff = check_coff(coff)
     width = kv.shape[1]
-    if head_dim is not None and coff * head_dim != width:
+    if head_dim is not None and not (is_integer(head_dim) and coff * head_dim == width):
         raise ValueError(f"head_dim: got {head_dim!r}, need {width / coff:g}: kv has {width} columns, coff is {coff}")
     return width // coff
 
@@ -157,20 +164,23 @@ def rows_of(cu_seqlens_comp: Tensor, total_comp: int | None) -> int:
     """`total_comp`, or the last element of `cu_seqlens_comp` for None, which waits for the device.
 
     Raises:
-        ValueError: `total_comp` is not a number of rows, or `cu_seqlens_comp` ends in none.
+        ValueError: `total_comp` is not a number of rows that int32 offsets reach, or `cu_seqlens_comp` ends in none.
         RuntimeError: `total_comp` is None under CUDA graph capture, where nothing can be waited for.
     """
-    if total_comp is None:
-        require_tensors(cu_seqlens_comp=cu_seqlens_comp)
-        if cu_seqlens_comp.dim() != 1 or not len(cu_seqlens_comp):
-            shape = tuple(cu_seqlens_comp.shape)
-            raise ValueError(f"cu_seqlens_comp: got shape {shape}, need the number of segments + 1")
-        if cu_seqlens_comp.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("total_comp: got None under CUDA graph capture, which cannot wait; name the rows of out")
-        rows = int(cu_seqlens_comp[-1].item())
-        if rows < 0:
-            raise ValueError(f"cu_seqlens_comp: got {rows} at the end, need a number of rows")
+    rows = check_rows(total_comp)
+    if rows is not None:
+        if rows > INT32_MAX:
+            raise ValueError(f"total_comp: got {rows} rows, need at most {INT32_MAX} (int32 offsets)")
         return rows
-    if isinstance(total_comp, bool) or not isinstance(total_comp, int) or total_comp < 0:
-        raise ValueError(f"total_comp: got {total_comp!r}, need a number of rows or None")
-    return total_comp
+    require_tensors(cu_seqlens_comp=cu_seqlens_comp)
+    if cu_seqlens_comp.dim() != 1 or not len(cu_seqlens_comp):
+        shape = tuple(cu_seqlens_comp.shape)
+        raise ValueError(f"cu_seqlens_comp: got shape {shape}, need the number of segments + 1")
+    if cu_seqlens_comp.is_meta:
+        raise ValueError("cu_seqlens_comp: got device meta, need one to read the number of rows on, or a total_comp")
+    if cu_seqlens_comp.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("total_comp: got None under CUDA graph capture, which cannot wait; name the rows of out")
+    rows = int(cu_seqlens_comp[-1].item())
+    if rows < 0:
+        raise ValueError(f"cu_seqlens_comp: got {rows} at the end, need a number of rows")
+    return rows

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import integer, one_of, require
 from .inputs import Inputs, Result
 from .problem import Problem
 from .windows import gather, logits, scatter, scatter_ape, valid
@@ -21,6 +22,7 @@ _SLACK = 1 + 2.0**-16  # covers terms of higher order; see `error_bound`
 _LIVE = 16  # fp64 tensors of one chunk alive at a time
 
 
+@torch.no_grad()
 def error_bound(inputs: Inputs, *, output_dtype: torch.dtype = torch.bfloat16, chunk_bytes: int = 1 << 28) -> Result:
     """The largest |got - exact| of each element, for fp32 intermediates in any order of summation.
 
@@ -75,12 +77,11 @@ def error_bound(inputs: Inputs, *, output_dtype: torch.dtype = torch.bfloat16, c
         fp64 tensors >= 0 on the device of `inputs`.
 
     Raises:
-        ValueError: for another `output_dtype`, or a `chunk_bytes` below 1.
+        ValueError: `inputs` are none, `output_dtype` is another, or `chunk_bytes` no integer of at least 1.
     """
-    if output_dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"output_dtype: got {output_dtype}, need torch.bfloat16 or torch.float32")
-    if chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes: got {chunk_bytes}, need at least 1")
+    require("inputs", inputs, Inputs)
+    one_of("output_dtype", output_dtype, (torch.bfloat16, torch.float32))
+    chunk_bytes = integer("chunk_bytes", chunk_bytes, 1)
     p, device = inputs.problem, inputs.device
     out = torch.zeros((p.total_comp, p.head_dim), dtype=torch.float64, device=device)
     grad_kv, grad_score = (torch.zeros(inputs.kv.shape, dtype=torch.float64, device=device) for _ in range(2))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from .checks import one_of
+
 Bits = Literal["eager", "portable"]
 Exp = Literal["native", "portable"]
 
@@ -61,8 +63,7 @@ class Contract:
 
     def claims(self, clause: str) -> bool:
         """Whether `clause` is claimed. Raises ValueError for a name that is no clause."""
-        if clause not in CLAUSES:
-            raise ValueError(f"clause: got {clause!r}, need one of {', '.join(CLAUSES)}")
+        one_of("clause", clause, CLAUSES)
         return bool(getattr(self, clause))
 
 

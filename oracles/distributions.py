@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .checks import one_of, require
 from .inputs import Inputs
 from .problem import Problem, Slot
 
@@ -66,11 +67,12 @@ def make_inputs(
         device: where the tensors go; they are made on the CPU.
 
     Raises:
-        ValueError: for an unknown distribution, a seed that is no such integer, or a device that there is not.
+        ValueError: for what is no Problem, an unknown distribution, a seed that is no such integer, or a device that
+            there is not.
     """
+    require("problem", problem, Problem)
     _check_device(device)
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(f"distribution: got {distribution!r}, need one of {', '.join(DISTRIBUTIONS)}")
+    one_of("distribution", distribution, DISTRIBUTIONS)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
         raise ValueError(f"seed: got {seed!r}, need an integer in [0, 2**64)")
     draws = _recipe(distribution, problem)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import windows
+from .checks import one_of, require
 from .inputs import Inputs, Result
 from .problem import Problem
 
@@ -57,14 +58,14 @@ def eager(inputs: Inputs, *, numerics: str | Numerics = "fp32", output_dtype: to
         output_dtype: of out, grad_kv and grad_score; fp32 leaves them unrounded. grad_ape is fp32.
 
     Raises:
-        ValueError: for an unknown name of `numerics`, or another `output_dtype` than bf16 and fp32.
+        ValueError: `inputs` are none, `numerics` is an unknown name, or `output_dtype` another than bf16 and fp32.
     """
+    require("inputs", inputs, Inputs)
     if isinstance(numerics, str):
-        if numerics not in NUMERICS:
-            raise ValueError(f"numerics: got {numerics!r}, need a Numerics or one of {', '.join(NUMERICS)}")
-        numerics = NUMERICS[numerics]
-    if output_dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"output_dtype: got {output_dtype}, need torch.bfloat16 or torch.float32")
+        numerics = NUMERICS.get(numerics, numerics)
+    if not isinstance(numerics, Numerics):
+        raise ValueError(f"numerics: got {numerics!r}, need a Numerics or one of {', '.join(NUMERICS)}")
+    one_of("output_dtype", output_dtype, (torch.bfloat16, torch.float32))
     problem = inputs.problem
     with torch.enable_grad():
         # fp32 leaves: their gradients are rounded once, below.

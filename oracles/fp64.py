@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .checks import integer, require
 from .fp32 import two_sum
 from .inputs import Inputs, Result
 from .windows import gather, logits, scatter, scatter_ape, valid
@@ -12,6 +13,7 @@ from .windows import gather, logits, scatter, scatter_ape, valid
 _LEAF = 32  # rows summed before compensation; a chunk is a whole number of leaves
 
 
+@torch.no_grad()
 def fp64(inputs: Inputs, *, chunk_bytes: int = 2**26) -> Result:
     """All four outputs in float64, from `inputs` taken as exact, on their device.
 
@@ -34,10 +36,10 @@ def fp64(inputs: Inputs, *, chunk_bytes: int = 2**26) -> Result:
             seven of these live at once, beside the outputs.
 
     Raises:
-        ValueError: for a `chunk_bytes` below 1.
+        ValueError: `inputs` are none, or `chunk_bytes` is no integer of at least 1.
     """
-    if chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes: got {chunk_bytes}, need at least 1")
+    require("inputs", inputs, Inputs)
+    chunk_bytes = integer("chunk_bytes", chunk_bytes, 1)
     p, real = inputs.problem, inputs.problem.rows
     out = inputs.kv.new_empty((p.total_comp, p.head_dim), dtype=torch.float64)
     grad_kv = torch.zeros_like(inputs.kv, dtype=torch.float64)

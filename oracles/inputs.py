@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import require
 from .problem import Problem
 
 _DTYPES = {
@@ -22,7 +23,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one problem, all on one device.
+    """The tensors of one problem, all on one device; any strides will do.
 
     Args:
         problem: the geometry that the tensors must fit.
@@ -47,6 +48,7 @@ class Inputs:
     distribution: str | None = None
 
     def __post_init__(self) -> None:
+        require("problem", self.problem, Problem)
         p = self.problem
         offsets = (len(p.lens) + 1,)
         shapes = {
@@ -67,6 +69,9 @@ class Inputs:
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, need {shape} for {p}")
             if tensor.device != self.kv.device:
                 raise ValueError(f"{name}: got device {tensor.device}, need {self.kv.device}, where kv is")
+            if tensor.is_meta or tensor.layout != torch.strided:
+                came = "device meta" if tensor.is_meta else f"layout {tensor.layout}"
+                raise ValueError(f"{name}: got {came}, need a strided tensor with memory")
         for name in ("cu_seqlens", "cu_seqlens_comp"):
             got, need = getattr(self, name).tolist(), getattr(p, name).tolist()
             if got != need:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .bits import bit_pattern, classes, differs, same_bits
+from .checks import one_of, require, some_of
 from .contract import CLAUSES, Contract
 from .diagnose import Difference, diagnose
 from .inputs import Inputs, Result
@@ -62,14 +63,13 @@ def judge(
         problem without padding rows.
 
     Raises:
-        ValueError: a tensor of the result has the wrong shape, dtype or device; a name in `clauses` is not in
-            `SINGLE_RESULT`.
+        ValueError: an argument is not of its type; a tensor of the result has the wrong shape, dtype or device; a name
+            in `clauses` is not in `SINGLE_RESULT`.
     """
-    if isinstance(clauses, str):
-        raise ValueError(f"clauses: got the string {clauses!r}, need a collection of names")
-    for clause in clauses or ():
-        if clause not in SINGLE_RESULT:
-            raise ValueError(f"clauses: got {clause!r}, need some of {', '.join(SINGLE_RESULT)}")
+    require("contract", contract, Contract)
+    require("inputs", inputs, Inputs)
+    if clauses is not None:
+        clauses = some_of("clauses", clauses, SINGLE_RESULT)
     _check_result("result", inputs, result)
     claimed = [c for c in SINGLE_RESULT if contract.claims(c) and (clauses is None or c in clauses)]
     checked = tuple(c for c in claimed if _applies(c, inputs))
@@ -104,23 +104,22 @@ def compare(
         reproduce: as in `judge`.
 
     Raises:
-        ValueError: the clause or an output is none, a shape or dtype of `got` does not fit `inputs`, or one of
-            `want` does not fit the part of `got` that it is compared with.
+        ValueError: an argument is not of its type, the clause or an output is none, a shape or dtype of `got` does not
+            fit `inputs`, or one of `want` does not fit the part of `got` that it is compared with.
     """
-    if clause not in CLAUSES:
-        raise ValueError(f"clause: got {clause!r}, need one of {', '.join(CLAUSES)}")
-    chosen = _COMPARED.get(clause, _OUTPUTS) if outputs is None else tuple(outputs)
-    for name in chosen:
-        if name not in _OUTPUTS:
-            raise ValueError(f"outputs: got {name!r}, need some of {', '.join(_OUTPUTS)}")
+    one_of("clause", clause, CLAUSES)
+    require("inputs", inputs, Inputs)
+    chosen = _COMPARED.get(clause, _OUTPUTS) if outputs is None else some_of("outputs", outputs, _OUTPUTS)
     _check_result("got", inputs, got)
+    require("want", want, Result)
+    for name, chosen_part in (("rows", rows), ("tokens", tokens)):
+        if chosen_part is not None and not (isinstance(chosen_part, slice) and chosen_part.step in (None, 1)):
+            raise ValueError(f"{name}: got {chosen_part!r}, need a slice of step 1")
     parts = {"out": rows, "grad_kv": tokens, "grad_score": tokens}
     found: list[Difference] = []
     for name in chosen:
         whole, part = getattr(got, name), parts.get(name) or slice(None)
-        start, stop, step = part.indices(len(whole))
-        if step != 1:
-            raise ValueError(f"{'rows' if name == 'out' else 'tokens'}: got {part}, need a slice of step 1")
+        start, stop, _ = part.indices(len(whole))
         ours, theirs = whole[start:stop], getattr(want, name)
         _check_tensor(f"want.{name}", theirs, ours.shape, ours.dtype, ours.device)
         halves = ours.shape[1] // inputs.problem.head_dim
@@ -313,6 +312,7 @@ def _error(got: Tensor, want: Tensor) -> Tensor:
 
 
 def _check_result(argument: str, inputs: Inputs, result: Result) -> None:
+    require(argument, result, Result)
     p = inputs.problem
     tokens, rows = (p.total_tokens, p.width), (p.total_comp, p.head_dim)
     shapes = {"out": rows, "grad_kv": tokens, "grad_score": tokens, "grad_ape": (p.ratio, p.width)}

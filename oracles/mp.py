@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .checks import one_of, require
 from .enclosure import BF16, FP32, FP64, ZERO, Format, Ratio, certify, round_float, round_interval
 from .inputs import Inputs, Result
 from .mp_window import SCALE, Value, Window, add, dape_ratios
@@ -63,11 +64,11 @@ def mp(inputs: Inputs, *, output_dtype: torch.dtype = torch.bfloat16) -> Result:
         `inputs`, and +0 in slots that no row consumes.
 
     Raises:
-        ValueError: for another `output_dtype`.
+        ValueError: `inputs` are none, or `output_dtype` is another.
         ArithmeticError: where 24576 bits do not settle a result (see above).
     """
-    if output_dtype not in _FORMATS:
-        raise ValueError(f"output_dtype: got {output_dtype}, need one of {', '.join(map(str, _FORMATS))}")
+    require("inputs", inputs, Inputs)
+    one_of("output_dtype", output_dtype, _FORMATS)
     p, to = inputs.problem, _FORMATS[output_dtype]
     ape_dtype = torch.promote_types(output_dtype, torch.float32)
     out = np.zeros((p.total_comp, p.head_dim), dtype=np.int64)

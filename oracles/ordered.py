@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import windows
+from .checks import one_of, require
 from .fp32 import exp_portable, fma, two_sum
 from .inputs import Inputs, Result
 from .orders import MANY_ROWS, pool_lanes, softmax_lanes
@@ -28,6 +29,7 @@ LANES = 32
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 
+@torch.no_grad()
 def ordered(inputs: Inputs, *, exp: Exp = "native", output_dtype: torch.dtype = torch.bfloat16) -> Result:
     """Forward and backward with every operation and its place fixed.
 
@@ -44,12 +46,11 @@ def ordered(inputs: Inputs, *, exp: Exp = "native", output_dtype: torch.dtype = 
             grad_ape is fp32.
 
     Raises:
-        ValueError: for another `exp`, or another `output_dtype` than bf16 and fp32.
+        ValueError: `inputs` are none, `exp` is another, or `output_dtype` another than bf16 and fp32.
     """
-    if exp not in ("native", "portable"):
-        raise ValueError(f"exp: got {exp!r}, need 'native' or 'portable'")
-    if output_dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"output_dtype: got {output_dtype}, need torch.bfloat16 or torch.float32")
+    require("inputs", inputs, Inputs)
+    one_of("exp", exp, ("native", "portable"))
+    one_of("output_dtype", output_dtype, (torch.bfloat16, torch.float32))
     problem, device = inputs.problem, inputs.device
     window, head_dim, total = problem.window, problem.head_dim, problem.total_comp
     pool = pool_lanes(window, head_dim, total if exp == "native" and total else MANY_ROWS)

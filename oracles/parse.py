@@ -22,6 +22,8 @@ def parse_problem(text: str) -> Problem:
         ValueError: for anything else, for more than 2^24 segments, and for what `Problem` refuses.
     """
     wanted = "need Problem(lens=(...), ratio=..., coff=..., head_dim=...)"
+    if not isinstance(text, str):
+        raise ValueError(f"problem: got {text!r}, {wanted}")
     try:
         call = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .checks import integer
+
 INT32_MAX = 2**31 - 1
 
 
@@ -66,9 +68,9 @@ class Problem:
     def __post_init__(self) -> None:
         if isinstance(self.lens, str) or not isinstance(self.lens, Sequence):
             raise ValueError(f"lens: got {self.lens!r}, need a sequence of segment lengths")
-        object.__setattr__(self, "lens", tuple(_integer(f"lens[{i}]", v, 0) for i, v in enumerate(self.lens)))
+        object.__setattr__(self, "lens", tuple(integer(f"lens[{i}]", v, 0) for i, v in enumerate(self.lens)))
         for name, least in (("ratio", 1), ("coff", 1), ("head_dim", 1)):
-            object.__setattr__(self, name, _integer(name, getattr(self, name), least))
+            object.__setattr__(self, name, integer(name, getattr(self, name), least))
         if self.coff > 2:
             raise ValueError(f"coff: got {self.coff}, need 1 or 2")
         for name, least, what in (
@@ -78,7 +80,7 @@ class Problem:
             value = getattr(self, name)
             if value is None:
                 continue
-            value = _integer(name, value, 0)
+            value = integer(name, value, 0)
             if value < least:
                 raise ValueError(f"{name}: got {value}, need at least the {least} {what} of lens")
             object.__setattr__(self, name, value)
@@ -204,12 +206,6 @@ class Problem:
             if (value := getattr(self, name)) is not None
         ]
         return f"Problem({', '.join(fields)})"
-
-
-def _integer(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{name}: got {value!r}, need an integer >= {least}")
-    return int(value)
 
 
 def _offsets(lens: NDArray[np.int64]) -> NDArray[np.int32]:

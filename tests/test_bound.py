@@ -381,7 +381,7 @@ def test_no_rows() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     inputs = make_inputs(PROBLEMS["1x1"])
-    with pytest.raises(ValueError, match=r"output_dtype: got torch.float16, need torch.bfloat16 or torch.float32"):
+    with pytest.raises(ValueError, match=r"output_dtype: got torch.float16, need one of torch.bfloat16, torch.float32"):
         error_bound(inputs, output_dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"chunk_bytes: got 0, need at least 1"):
+    with pytest.raises(ValueError, match=r"chunk_bytes: got 0, need an integer >= 1"):
         error_bound(inputs, chunk_bytes=0)

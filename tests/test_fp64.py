@@ -199,7 +199,7 @@ def test_grad_ape_keeps_its_rounding_errors() -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [0, -1])
 def test_bad_chunk(chunk_bytes: int) -> None:
-    with pytest.raises(ValueError, match=f"chunk_bytes: got {chunk_bytes}, need at least 1"):
+    with pytest.raises(ValueError, match=f"chunk_bytes: got {chunk_bytes}, need an integer >= 1"):
         fp64(make_inputs(Problem((4,), 4, 1, 1)), chunk_bytes=chunk_bytes)
 
 

@@ -69,6 +69,10 @@ def test_deterministic_algorithms() -> None:
     assert out is not None and same(out, maybe_compress_thd_fused(**arguments()))
 
 
+def _misaligned(t: Tensor) -> Tensor:
+    return torch.frombuffer(bytearray(t.numel() * t.itemsize + 1), dtype=t.dtype, offset=1).view(t.shape)
+
+
 DECLINED: list[tuple[str, Any, str]] = [
     ("kv", lambda t: t.half(), r"kv is torch.float16, not torch.bfloat16"),
     ("score", lambda t: t.float(), r"score is torch.float32, not torch.bfloat16"),
@@ -77,17 +81,24 @@ DECLINED: list[tuple[str, Any, str]] = [
     ("cu_seqlens_comp", lambda t: t.long(), r"cu_seqlens_comp is torch.int64, not torch.int32"),
     ("kv", lambda t: t.t().contiguous().t(), r"kv is not contiguous"),
     ("score", lambda t: t.to_sparse(), r"score is not contiguous"),
+    ("kv", lambda t: torch.nested.nested_tensor([t], layout=torch.jagged), r"kv is not contiguous"),
+    ("kv", lambda t: t.flatten()[0], r"kv is neither (tokens, columns) nor (tokens, 1, columns)"),
+    ("kv", lambda t: t[:, :0], r"kv has no columns"),
+    ("ape", _misaligned, r"ape starts at an address that is no multiple of its element's size"),
     ("kv", lambda t: t.view(14, 2, 16), r"kv is neither (tokens, columns) nor (tokens, 1, columns)"),
     ("kv", lambda t: t.to("meta"), r"kv is on a meta device, not cpu or cuda"),
     ("kv", lambda t: t[:3], r"kv has fewer tokens than ratio, so that there is nothing that padding rows could pool"),
     ("ratio", lambda r: 257, r"ratio is 257, not from 1 to 256"),
-    ("ratio", lambda r: 0, r"ratio is 0, not from 1 to 256"),
-    ("coff", lambda c: 3, r"coff is 3, not 1 or 2"),
+    *(("ratio", lambda r, v=v: v, f"ratio is {v!r}, not from 1 to 256") for v in (0, True, 4.0, "4", None, [4], 2**70)),
+    *(("coff", lambda c, v=v: v, f"coff is {v!r}, not 1 or 2") for v in (3, True, 2.0, "2", None, [2])),
+    ("total_comp", lambda n: 2**70, r"kv or out has more than 2147483647 elements, which int32 offsets do not reach"),
     ("total_comp", lambda n: 2**28, r"kv or out has more than 2147483647 elements, which int32 offsets do not reach"),
 ]
 
 
-@pytest.mark.parametrize(("name", "spoil", "reason"), DECLINED, ids=[reason for _, _, reason in DECLINED])
+@pytest.mark.parametrize(
+    ("name", "spoil", "reason"), DECLINED, ids=[f"{n}-{at}" for at, (n, _, _) in enumerate(DECLINED)]
+)
 def test_declines(name: str, spoil: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     """What is not supported gives None, each time, and a warning with the reason, once."""
     given = arguments()
@@ -95,6 +106,8 @@ def test_declines(name: str, spoil: Any, reason: str, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         assert maybe_compress_thd_fused(**given) is None
         assert maybe_compress_thd_fused(**given) is None
+    out = maybe_compress_thd_fused(**arguments())
+    assert out is not None and same(out, compress_thd(*(arguments()[n] for n in NAMES), ratio=4, coff=2, total_comp=7))
     assert [record.getMessage() for record in caplog.records] == [f"The fused compressor is not used: {reason}."]
 
 
@@ -136,7 +149,14 @@ def test_callers_switch(caplog: pytest.LogCaptureFixture) -> None:
         ("head_dim", lambda d: 9, r"head_dim: got 9, need 8"),
         ("ape", lambda t: t[1:], r"ape: got shape \(3, 16\), need \(4, 16\)"),
         ("kv", lambda t: t.tolist(), r"kv: got list, need a torch\.Tensor"),
-        ("total_comp", lambda n: -1, r"total_comp: got -1"),
+        *(("total_comp", lambda n, v=v: v, r"total_comp: got .+, need a number") for v in (-1, True, 7.0, "7", [7])),
+        *(("head_dim", lambda d, v=v: v, r"head_dim: got .+, need 8") for v in (True, 8.0, "8", 0, -8, [8])),
+        *((n, lambda t: None, rf"{n}: got NoneType, need a torch\.Tensor") for n in NAMES),
+        *((n, lambda t: t.to("meta"), rf"{n}: got device meta, need cpu, where kv is") for n in NAMES[1:]),
+        ("score", lambda t: t[None], r"score: got shape \(1, 28, 16\), need \(28, 16\)"),
+        ("kv", lambda t: t[:, :15].clone(), r"head_dim: got 8, need 7.5: kv has 15 columns"),
+        ("cu_seqlens", lambda t: t + 1, r"cu_seqlens\[0\]: got 1, need 0"),
+        ("cu_seqlens", lambda t: t[:0], r"cu_seqlens: got 0 offsets"),
     ],
 )
 def test_contradictions_raise(name: str, spoil: Any, text: str) -> None:

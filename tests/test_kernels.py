@@ -138,7 +138,7 @@ def test_module_that_is_a_file(tmp_path, monkeypatch):
         load_kernel("a_file_here:kernel")
 
 
-@pytest.mark.parametrize("spec", ["", "fusd", ":kernel", "csa_gate.fixtures:"])
+@pytest.mark.parametrize("spec", ["", "fusd", ":kernel", "csa_gate.fixtures:", None, 4])
 def test_names_nothing(spec):
     """What is neither a name nor source:attr is answered with what there is."""
     with pytest.raises(KernelError, match=f"^kernel {spec!r}: need {', '.join(ADAPTERS)}, package.module:attr or"):

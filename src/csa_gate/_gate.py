@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from . import __version__
+from ._devices import share_devices
 from ._items import describe, enrol, gate_items, subject_of, uses_common_kernel
-from ._summary import CLAUSE, DEVICE, KERNEL, MACHINE, Tally
+from ._summary import CLAUSE, DEVICE, KERNEL, MACHINE, Subject, Tally
 
 if TYPE_CHECKING:
     from csa_gate.fixtures.kernels import Kernel
@@ -33,6 +34,10 @@ class Gate:
         self.tally = Tally()
         self.faults: list[str] = []
         self.stopped = False
+        self.collected = self.takes_part = False
+        self.selected: set[str] = set()
+        self.ended: set[str] = set()
+        self.lost: list[str] = []
         given = [str(arg).partition("=")[0] for arg in config.invocation_params.args]
         self.kernel_given, self.device_given = "--csa-kernel" in given, "--csa-device" in given
         self.is_worker = hasattr(config, "workerinput")
@@ -67,11 +72,23 @@ class Gate:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, Any, Any]:
-        """Enrol the gate tests, and load the kernel if one that is left after deselection needs it."""
+        """Enrol the gate tests, load the kernel if one that is left after deselection needs it, note what is to run."""
         self._or_end(items, enrol)
         result = yield
         self._or_end(items, self._prepare)
+        self.selected.update(item.nodeid for item in items)
+        self.collected |= bool(gate_items(items))
         return result
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_setupnodes(self, specs: list[Any]) -> None:
+        """Share out the GPUs before the workers start."""
+        share_devices(specs)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """Know what a worker is about to run; which are gate tests it does not say."""
+        self.selected.update(ids)
 
     def pytest_report_collectionfinish(self, items: list[pytest.Item]) -> list[str]:
         """The header. With xdist, whose reporting process collects nothing, only the summary has it."""
@@ -83,8 +100,14 @@ class Gate:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count a report, if it is of a gate test and says how the test ended."""
+        if self.is_worker:
+            return
+        if report.when not in ("setup", "call"):
+            self.ended.add(report.nodeid)
+        if report.when not in ("setup", "call", "teardown"):  # what xdist says of a test whose worker died
+            self.lost.append(report.nodeid)
         properties = _strings(report.user_properties)
-        if self.is_worker or CLAUSE not in properties or report.outcome not in ("passed", "failed", "skipped"):
+        if CLAUSE not in properties or report.outcome not in ("passed", "failed", "skipped"):
             return
         if report.when == "call" or report.outcome != "passed":
             self.tally.add(report.nodeid, properties, report.outcome, _skip_reason(report))
@@ -98,17 +121,25 @@ class Gate:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Turn success into failure if the gate proved nothing."""
+        """Turn success into failure if the gate proved nothing, or did not run to its end."""
         option = self.config.getoption
         if self.is_worker or option("collectonly") or option("setuponly", False) or option("setupplan", False):
             return
         finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        self.stopped = not finished or bool(session.shouldstop or session.shouldfail)
+        self.stopped = not finished or bool(session.shouldstop or session.shouldfail or self.selected - self.ended)
+        named = self.kernel_given or self.device_given
+        self.takes_part = bool(self.tally) or (
+            self.stopped
+            and (named or self.collected)
+            and exitstatus not in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
+        )
         if self.tally and not self.stopped:
             self.faults = self.tally.faults(whole=not narrowed_by(self.config))
-        elif exitstatus == pytest.ExitCode.OK and (self.kernel_given or self.device_given):
+        elif exitstatus == pytest.ExitCode.OK and named and not self.takes_part:
             self.faults = ["the command line names a kernel or a device, but no gate test took part"]
-        if self.faults and exitstatus == pytest.ExitCode.OK:
+        if self.takes_part and self.lost:
+            self.faults.append(f"{len(self.lost)} tests took their worker process with them: {', '.join(self.lost)}")
+        if exitstatus == pytest.ExitCode.OK and (self.faults or (self.takes_part and self.stopped)):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -117,19 +148,35 @@ class Gate:
     ) -> Generator[None, Any, Any]:
         """Close the session's report with the gate's."""
         result = yield
-        if not self.tally and not self.faults:
+        if not self.takes_part and not self.faults:
             return result
         terminalreporter.section("csa-gate")
         if self.tally:
             header = self._header(self.tally.kernels, self.tally.machines)
             for line in [*header, *self.tally.table()]:
                 terminalreporter.line(line)
+        for line in self._not_run():
+            terminalreporter.line(line, red=True)
         for fault in self.faults:
             terminalreporter.line(f"gate failed: {fault}", red=True)
         if not self.faults:
             passed = exitstatus == pytest.ExitCode.OK
             terminalreporter.line(self._verdict(passed), green=passed, red=not passed)
         return result
+
+    def _not_run(self) -> list[str]:
+        """What a run that was stopped left undone."""
+        if not self.stopped:
+            return []
+        if not self.selected:
+            return ["not run: all tests; the run stopped before they were collected"]
+        missing = len(self.selected - self.ended)
+        lines = [f"not run: {missing} of {len(self.selected)} tests"] if missing else []
+        subjects = self.tally.unproved()
+        if not subjects and "subject" in self.__dict__ and not self.tally:
+            subject = Subject.of(self.subject)
+            subjects = {subject: list(subject.claims)}
+        return lines + [f"not run: every test of {', '.join(names)}, which {s} claims" for s, names in subjects.items()]
 
     def _verdict(self, passed: bool) -> str:
         if self.tally.failed:

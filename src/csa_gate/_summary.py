@@ -31,6 +31,11 @@ class Subject:
     device: str = ""
     claims: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, properties: Mapping[str, str]) -> Subject:
+        """The subject that the properties of a test name."""
+        return cls(properties[KERNEL], properties[DEVICE], tuple(properties[CLAIMS].split()))
+
     def __str__(self) -> str:
         return f"{self.kernel} on {self.device}" if self.kernel else "tests without a kernel"
 
@@ -58,7 +63,7 @@ class Tally:
         """Count one report of a gate test. `outcome` is passed, failed or skipped; `reason` says why it was skipped."""
         subject = Subject()
         if KERNEL in properties:
-            subject = Subject(properties[KERNEL], properties[DEVICE], tuple(properties[CLAIMS].split()))
+            subject = Subject.of(properties)
             self._subjects[subject] = None
             self.machines[subject.device] = properties[MACHINE]
         case = _Case(subject, properties[CLAUSE], outcome, reason)
@@ -93,15 +98,25 @@ class Tally:
             return []
         faults = []
         for subject in self._subjects:
-            ran = {c.clause for c in self._cases.values() if c.subject == subject and c.outcome != "skipped"}
-            missing = [clause for clause in subject.claims if clause not in ran]
-            if not ran:
+            missing = self._missing(subject)
+            if not self._ran(subject):
                 faults.append(f"{subject}: no test passed, all were skipped")
             elif missing:
                 why = {case.reason: None for clause in missing for case in self._of(subject, clause) if case.reason}
                 because = f": {'; '.join([*why][:MAX_REASONS])}" if why else ""
                 faults.append(f"{subject} claims {', '.join(missing)}, but no test of that ran{because}")
         return faults
+
+    def unproved(self) -> dict[Subject, list[str]]:
+        """The kernels that claim a clause of which no test ran, and those clauses."""
+        return {subject: missing for subject in self._subjects if (missing := self._missing(subject))}
+
+    def _missing(self, subject: Subject) -> list[str]:
+        ran = self._ran(subject)
+        return [clause for clause in subject.claims if clause not in ran]
+
+    def _ran(self, subject: Subject) -> set[str]:
+        return {c.clause for c in self._cases.values() if c.subject == subject and c.outcome != "skipped"}
 
     def table(self) -> list[str]:
         """Every kernel's clauses: how many cases ran, passed, failed, were skipped and why."""

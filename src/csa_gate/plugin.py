@@ -8,8 +8,11 @@ A session in which gate tests took part fails, whatever pytest thinks of it,
 - if none of them passed or failed, of any kernel under test;
 - if a kernel claims a clause of which no test passed or failed, unless the selection was narrowed, in which case the
   summary says that this was no gate;
+- if it was stopped before its end, or a worker of xdist's was lost; the summary says what did not run;
 - if the command line names a kernel or a device and no gate test took part. Tests that -m deselects take no part;
   where it deselects everything, pytest's own exit status says so.
+
+Workers of xdist's each get a CUDA device of their own, whatever tests they run (see `_devices.share_devices`).
 """
 
 from __future__ import annotations

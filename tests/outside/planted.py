@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from csa_gate.fixtures.adapters.fused import kernel as fused
-from csa_gate.oracles import Contract, Inputs, Problem, Slot, eager
+from csa_gate.oracles import Contract, Problem, Slot
 
 
 class Sound:
@@ -144,40 +144,6 @@ class SkipsPaddingTokens(Sound):
         gradients["grad_kv"][end:] = before[end:]
 
 
-class RemembersByShape(Sound):
-    """Gives a result out again where shapes repeat."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, Tensor] = {}
-
-    def forward(self, *inputs: Tensor, ratio: int, coff: int, out: Tensor) -> None:
-        key = (ratio, coff, *(t.shape for t in inputs))
-        if key not in self.known:
-            super().forward(*inputs, ratio=ratio, coff=coff, out=out)
-            self.known[key] = out.clone()
-        out.copy_(self.known[key])
-
-
-class ReadsOffsetsOnce(Sound):
-    """Reads the offsets of each pointer once."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, tuple[Tensor, Tensor]] = {}
-
-    def forward(self, *inputs: Tensor, ratio: int, coff: int, out: Tensor) -> None:
-        key = (inputs[3].data_ptr(), inputs[3].shape, inputs[0].shape)
-        offsets = self.known.setdefault(key, (inputs[3].clone(), inputs[4].clone()))
-        super().forward(*inputs[:3], *offsets, ratio=ratio, coff=coff, out=out)
-
-
-class WritesPastTheEnd(Sound):
-    """Stores one element too many."""
-
-    def forward(self, *inputs: Tensor, ratio: int, coff: int, out: Tensor) -> None:
-        super().forward(*inputs, ratio=ratio, coff=coff, out=out)
-        out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(1.0)
-
-
 class ScalesInPlace(Sound):
     """Uses grad_out as its workspace."""
 
@@ -233,15 +199,6 @@ class RoundsApe(Sound):
     def backward(self, *inputs: Tensor, ratio: int, coff: int, **gradients: Tensor) -> None:
         super().backward(*inputs, ratio=ratio, coff=coff, **gradients)
         gradients["grad_ape"].copy_(gradients["grad_ape"].bfloat16())
-
-
-class RoundsWeights(Sound):
-    """Rounds the softmax weights to bf16."""
-
-    def forward(self, *inputs: Tensor, ratio: int, coff: int, out: Tensor) -> None:
-        problem = problem_of((*inputs, out), ratio, coff)
-        kv, score, ape, *offsets = inputs
-        out.copy_(eager(Inputs(problem, kv, score, ape, torch.zeros_like(out), *offsets), numerics="megatron").out)
 
 
 class HidesNaN(Sound):
