@@ -14,10 +14,10 @@ from csa_gate.fixtures.canary import MemoryFault
 from csa_gate.fixtures.cases import Case, Turns
 from csa_gate.fixtures.kernels import Kernel, contract_on, refusal
 from csa_gate.fixtures.marks import L0, L1
+from csa_gate.fixtures.relations import Relation, relate, same_order
 from csa_gate.fixtures.run import run
 from csa_gate.oracles import Inputs, Problem, Result
 from csa_gate.oracles.judge import check_command, compare, judge
-from csa_gate.oracles.orders import pool_lanes
 
 GIVEN_SUITE = "csa_gate.suites.test_compressor"
 _LEVELS = {"L0": L0, "L1": L1}
@@ -140,6 +140,24 @@ class Gate:
             verdict = judge(self.contract, inputs, got, kernel=self._name, clauses=kept, reproduce=self.command)
             raise AssertionError(f"contract broken: {clause}, {what}\n{verdict.message}")
 
+    def relate(self, relation: Relation, case: Case, clause: str) -> bool:
+        """Hold a case that the kernel takes to a relation under one clause; False if there is nothing to look at."""
+        __tracebackhide__ = True
+        inputs = case.inputs(self.device)
+        command = check_command(inputs, self._spec)
+        command = f"{command} --property {relation.name} --clause {clause}" if command else self.command
+        try:
+            verdicts = relate(
+                relation, self.kernel, self.contract, inputs, (clause,), name=self._name, reproduce=lambda _: command
+            )
+        except Exception as error:
+            error.add_note(f"reproduce: {command}")
+            raise
+        for verdict in verdicts:
+            if not verdict:
+                raise AssertionError(verdict.message)
+        return bool(verdicts)
+
     @property
     def repeated(self) -> tuple[str, ...]:
         """The outputs whose bits the kernel claims to repeat from run to run."""
@@ -147,12 +165,8 @@ class Gate:
         return (*always, "grad_ape") if self.contract.dape_deterministic else always
 
     def same_order(self, a: Problem, b: Problem) -> bool:
-        """Whether a row's pooling sum has the same order in both: on CUDA, PyTorch's depends on the number of rows."""
-        if self.contract.forward_bits == "portable":
-            return True
-        return pool_lanes(a.window, a.head_dim, max(1, a.total_comp)) == pool_lanes(
-            b.window, b.head_dim, max(1, b.total_comp)
-        )
+        """`csa_gate.fixtures.relations.same_order` of what the kernel claims."""
+        return same_order(self.contract, a, b)
 
     @property
     def _name(self) -> str:

@@ -7,6 +7,7 @@ from .determinism import DeterminismSuite
 from .memory import MemorySuite
 from .numerics import NumericsSuite
 from .padding import RowPaddingSuite, TokenPaddingSuite
+from .properties import PropertySuite
 from .replay import GraphSuite, ReplaySuite
 from .streams import StreamsSuite
 from .zeros import ZeroSlotsSuite
@@ -14,6 +15,7 @@ from .zeros import ZeroSlotsSuite
 
 # Pytest runs the tests of the last base first: values, before what only shows that values are stale.
 class CompressorSuite(
+    PropertySuite,
     StreamsSuite,
     GraphSuite,
     ReplaySuite,
