@@ -14,7 +14,7 @@ from csa_gate.fixtures.canary import MemoryFault
 from csa_gate.fixtures.cases import Case, Turns
 from csa_gate.fixtures.kernels import Kernel, contract_on, refusal
 from csa_gate.fixtures.marks import L0, L1
-from csa_gate.fixtures.relations import Relation, relate, same_order
+from csa_gate.fixtures.relate import Relation, relate, same_order
 from csa_gate.fixtures.run import run
 from csa_gate.oracles import Inputs, Problem, Result
 from csa_gate.oracles.judge import check_command, compare, judge
@@ -148,7 +148,7 @@ class Gate:
         command = f"{command} --property {relation.name} --clause {clause}" if command else self.command
         try:
             verdicts = relate(
-                relation, self.kernel, self.contract, inputs, (clause,), name=self._name, reproduce=lambda _: command
+                relation, self.kernel, self.contract, inputs, (clause,), name=self._name, reproduce=command
             )
         except Exception as error:
             error.add_note(f"reproduce: {command}")
@@ -165,7 +165,7 @@ class Gate:
         return (*always, "grad_ape") if self.contract.dape_deterministic else always
 
     def same_order(self, a: Problem, b: Problem) -> bool:
-        """`csa_gate.fixtures.relations.same_order` of what the kernel claims."""
+        """`csa_gate.fixtures.relate.same_order` of what the kernel claims."""
         return same_order(self.contract, a, b)
 
     @property

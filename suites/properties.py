@@ -20,7 +20,8 @@ from csa_gate.fixtures.cases import Case
 from csa_gate.fixtures.drawn import FAMILIES, Family, cases
 from csa_gate.fixtures.kernels import refusal
 from csa_gate.fixtures.marks import L0, L1, clause
-from csa_gate.fixtures.relations import RELATIONS, Relation
+from csa_gate.fixtures.relate import Relation
+from csa_gate.fixtures.relations import RELATIONS
 
 from .base import Gate, GateSuite
 
