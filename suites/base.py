@@ -18,6 +18,7 @@ from csa_gate.fixtures.relate import Relation, relate, same_order
 from csa_gate.fixtures.run import run
 from csa_gate.oracles import Inputs, Problem, Result
 from csa_gate.oracles.judge import check_command, compare, judge
+from csa_gate.oracles.references import reference
 
 GIVEN_SUITE = "csa_gate.suites.test_compressor"
 _LEVELS = {"L0": L0, "L1": L1}
@@ -106,6 +107,17 @@ class Gate:
         verdict = compare(
             clause, inputs, want, got, kernel=self._name, what=what,
             outputs=None if outputs is None else tuple(outputs), rows=rows, tokens=tokens, reproduce=self.command,
+        )  # fmt: skip
+        if not verdict:
+            raise AssertionError(verdict.message)
+
+    def near(self, clause: str, inputs: Inputs, want: Result, got: Result, what: str) -> None:
+        """Hold a result to correctly rounded values: within its bound, and theirs, which is no larger."""
+        __tracebackhide__ = True
+        bound = reference(inputs, "bound")
+        verdict = compare(
+            clause, inputs, Result(**{name: tensor.double() for name, tensor in want.items()}), got, kernel=self._name,
+            what=what, bound=Result(**{name: 2 * tensor for name, tensor in bound.items()}), reproduce=self.command,
         )  # fmt: skip
         if not verdict:
             raise AssertionError(verdict.message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .batch import BatchSuite
 from .determinism import DeterminismSuite
+from .golden import GoldenSuite
 from .memory import MemorySuite
 from .numerics import NumericsSuite
 from .padding import RowPaddingSuite, TokenPaddingSuite
@@ -16,6 +17,7 @@ from .zeros import ZeroSlotsSuite
 # Pytest runs the tests of the last base first: values, before what only shows that values are stale.
 class CompressorSuite(
     PropertySuite,
+    GoldenSuite,
     StreamsSuite,
     GraphSuite,
     ReplaySuite,

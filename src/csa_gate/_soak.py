@@ -18,7 +18,7 @@ from csa_gate.fixtures.canary import POISONS
 from csa_gate.fixtures.drawn import FAMILIES, Family, draw_case, draw_shape
 from csa_gate.fixtures.kernels import Kernel, choose_device, contract_on, load_kernel, refusal
 from csa_gate.fixtures.relations import RELATIONS
-from csa_gate.oracles import CLAUSES, Contract, Verdict
+from csa_gate.oracles import CLAUSES, Contract, Problem, Verdict
 
 from . import __version__
 from ._check import SINGLE_RUN, related_runs, single_run
@@ -26,6 +26,7 @@ from ._check import SINGLE_RUN, related_runs, single_run
 _EACH_SHAPE = 8  # problems of one shape in a row, for a new shape has to be compiled
 _SHOWN = 10  # failures printed in full; the JSON file has all of them
 _RAISED = "raised"
+_BY_CHANCE = "dape_accuracy"  # a test of significance: among thousands of problems some fail it by chance alone
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,10 +110,9 @@ class Soak:
             return
         self.cases += 1
         inputs = case.inputs(self.device)
-        single = [c for c in SINGLE_RUN if self.contract.claims(c)]
-        self._note(family, single_run(self.kernel, self.spec, self.contract, inputs, single, poison))
-        clauses = relation.clauses
-        self._note(family, related_runs(self.kernel, self.spec, self.contract, inputs, clauses, relation))
+        clauses = [c for c in SINGLE_RUN if c not in self._left_out(case.problem) and self.contract.claims(c)]
+        self._note(family, single_run(self.kernel, self.spec, self.contract, inputs, clauses, poison))
+        self._note(family, related_runs(self.kernel, self.spec, self.contract, inputs, relation.clauses, relation))
 
     def table(self) -> list[str]:
         """How often each clause was judged in each family of windows, and how often it was broken."""
@@ -145,6 +145,12 @@ class Soak:
             "counts": counts,
             "failures": self.failures,
         }
+
+    def _left_out(self, problem: Problem) -> tuple[str, ...]:
+        """Clauses that a single run of this problem does not decide."""
+        if problem.head_dim == 1 and self.device.type == "cuda" and self.contract.forward_bits == "eager":
+            return (_BY_CHANCE, "forward_bits", "gradient_bits", "row_padding")  # torch's order is not specified there
+        return (_BY_CHANCE,)
 
     def _pick(self, low: int, high: int) -> int:
         return int(self._rng.integers(low, high, endpoint=True))
