@@ -1,13 +1,15 @@
 """Relations between runs, over problems that hypothesis draws, and shrinks where one is broken.
 
-`HYPOTHESIS_PROFILE=nightly` draws many, of any shape, anew each time; else each test draws the same few every time.
-Other profiles are other tests' business.
+`HYPOTHESIS_PROFILE=nightly` draws many, of other shapes too, anew each time; else each test draws the same few every
+time. Other profiles are other tests' business.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import random
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ import pytest
 from hypothesis.configuration import set_hypothesis_home_dir, storage_directory
 
 from csa_gate.fixtures.cases import Case
-from csa_gate.fixtures.drawn import FAMILIES, Family, cases
+from csa_gate.fixtures.drawn import FAMILIES, Family, Shape, cases, draw_shape
 from csa_gate.fixtures.kernels import refusal
 from csa_gate.fixtures.marks import L0, L1, clause
 from csa_gate.fixtures.relate import Relation
@@ -35,6 +37,7 @@ QUICK = hypothesis.settings(
     suppress_health_check=(hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.nested_given),
 )
 NIGHTLY = hypothesis.settings(QUICK, max_examples=500, derandomize=False)
+NIGHTLY_SHAPES = 12  # drawn for each family, once in each process; half a second each to compile
 
 _FAMILIES = [pytest.param(f, id=f.name, marks=L0 if f.name == "short" else L1) for f in FAMILIES]
 _RELATIONS = [
@@ -54,7 +57,7 @@ class PropertySuite(GateSuite):
         nightly = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
         judged, refused = 0, "no problem was drawn in which it has something to look at"
 
-        @hypothesis.given(cases(family, any_shape=nightly))
+        @hypothesis.given(cases((*family.shapes, *_other_shapes(family)) if nightly else family.shapes))
         def trial(case: Case) -> None:
             nonlocal judged, refused
             reason = refusal(gate.kernel, case.problem)
@@ -69,6 +72,12 @@ class PropertySuite(GateSuite):
             (NIGHTLY if nightly else QUICK)(trial)()
         if not judged:
             pytest.skip(refused)
+
+
+@functools.cache
+def _other_shapes(family: Family) -> tuple[Shape, ...]:
+    rng = random.SystemRandom()
+    return tuple(draw_shape(rng.randint, family) for _ in range(NIGHTLY_SHAPES))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import fastjsonschema
 import pytest
 import torch
 
-import csa_gate.suites
+import csa_gate.suites.golden
 from csa_gate import _vectors
 from csa_gate.__main__ import main
 from csa_gate.fixtures.adapters.fused import portable
@@ -50,7 +50,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("count", [1, 2])
 def test_ordered_reproduces_every_vector(count: int, device: str, threads: None) -> None:
-    """Of the digests with two threads one a problem: threads that wait for each other take long on a busy machine."""
+    """Of the digests with two threads one in four: threads that wait for each other take long on a busy machine."""
     torch.set_num_threads(count)
     for name in SMALL:
         for vector in load(name):
@@ -58,7 +58,7 @@ def test_ordered_reproduces_every_vector(count: int, device: str, threads: None)
             for output, tensor in got.items():
                 assert same_bits(tensor, getattr(vector.portable, output)), (vector.id, output)
     for name in LARGE:
-        for vector in (v for v in load(name) if count == 1 or v.inputs.distribution == "normal"):
+        for vector in load(name)[:: (1, 4)[count - 1]]:
             assert digests(ordered(vector.inputs.to(device), exp="portable")) == vector.digests, vector.id
 
 
@@ -270,7 +270,10 @@ class RoundsApe(Sound):
         ("RoundsApe", {"test_vectors[edges-dape_bits]", "test_digests[digests-dape_bits]", "test_exact_values[edges]"}),
     ],
 )
-def test_the_suite_holds_kernels_to_the_vectors(pytester: pytest.Pytester, kernel: str, broken: set[str]) -> None:
+def test_the_suite_holds_kernels_to_the_vectors(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, kernel: str, broken: set[str]
+) -> None:
+    monkeypatch.setattr(csa_gate.suites.golden, "load", lambda name: load(name)[-30:] if name == "edges" else load(name)[:7])
     mine = pytester.makepyfile(mine=PLANTED)
     tests = [f"{SUITE}::{name}" for name in ("test_vectors", "test_exact_values", "test_digests")]
     recorder = pytester.inline_run(*tests, "-k", "edges or digests", f"--csa-kernel={mine}:{kernel}", *COMMON)
