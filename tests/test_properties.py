@@ -6,11 +6,12 @@ import re
 import shlex
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
 
-import csa_gate.suites
+import csa_gate.suites.properties as suite
 from csa_gate.__main__ import main
 from csa_gate.fixtures.adapters.eager import EagerKernel
 from csa_gate.fixtures.adapters.fused import portable
@@ -23,7 +24,7 @@ from csa_gate.oracles.contract import CLAUSES
 from csa_gate.oracles.ordered import ordered
 
 PLANTED = Path(__file__).with_name("planted_properties.py")
-SUITE = f"{Path(csa_gate.suites.__file__).parent / 'test_compressor.py'}::TestCompressor::test_property"
+SUITE = f"{Path(suite.__file__).parent / 'test_compressor.py'}::TestCompressor::test_property"
 COMMON = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--import-mode=importlib", "--csa-device=cpu")
 RELATION = {relation.name: relation for relation in RELATIONS}
 
@@ -135,8 +136,6 @@ def test_nothing_to_look_at_is_skipped(pytester: pytest.Pytester, refuses: str) 
 
 def test_nightly_draws_more_and_any_shape(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """HYPOTHESIS_PROFILE=nightly; another profile is of other tests and changes nothing here."""
-    import csa_gate.suites.properties as suite
-
     pytester.makepyfile(
         mine="""
         from csa_gate.fixtures.adapters.eager import EagerKernel
@@ -148,7 +147,7 @@ def test_nightly_draws_more_and_any_shape(pytester: pytest.Pytester, monkeypatch
                 return "only watching"
         """
     )
-    monkeypatch.setattr(suite, "NIGHTLY", suite.hypothesis.settings(suite.NIGHTLY, max_examples=60))
+    monkeypatch.setattr(suite, "NIGHTLY", hypothesis.settings(suite.NIGHTLY, max_examples=60))
     shapes = {}
     for profile in ("nightly", "theirs"):
         monkeypatch.setenv("HYPOTHESIS_PROFILE", profile)
@@ -195,7 +194,7 @@ def traits(case: Case) -> set[str]:
 def test_problems_drawn_reach_every_kind(family: Family, any_shape: bool) -> None:
     pick, found, windows = picker(0), set(), set()
     for _ in range(1500):
-        shape = draw_shape(pick, family, any_shape=any_shape)
+        shape = draw_shape(pick, family) if any_shape else family.shapes[pick(0, len(family.shapes) - 1)]
         case = draw_case(pick, shape)
         p = case.problem
         assert (p.ratio, p.coff, p.head_dim) == shape

@@ -157,7 +157,7 @@ def test_a_kernel_that_raises_fails(capsys: pytest.CaptureFixture[str], short: N
     ("kernel", "why"),
     [
         ("Refuses", "nothing was judged in 0 problems; the last refused: not today"),
-        ("ClaimsReplay", "nothing was judged in 6 problems"),
+        ("ClaimsReplay", "nothing was judged in "),
     ],
 )
 def test_nothing_judged_is_a_failure(
