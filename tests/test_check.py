@@ -179,7 +179,7 @@ def test_property(capsys, kernels):
         ("eager", PROBLEM, ["--property", "odd"], "argument --property: invalid choice: 'odd'"),
         ("eager", PROBLEM, ["--property", "repeated", "--clause", "memory"], "need one that --property repeated can"),
         ("eager", PROBLEM, ["--property", "segment-alone"], "claims no clause that --property segment-alone can show"),
-        ("eager", "Problem(lens=(2,), ratio=4, coff=1, head_dim=2)", ["--property", "grown-rows"], "nothing to look at"),
+        ("eager", "Problem(lens=(2,), ratio=4, coff=1, head_dim=2)", ["--property", "grown-rows"], "nothing to look"),
         ("eager", PROBLEM, ["--clause", "dape_bits"], "--clause: kernel eager does not claim dape_bits"),
         ("eager", PROBLEM, ["--speed"], "unrecognized arguments: --speed"),
     ],
