@@ -22,6 +22,7 @@ from csa_gate.fixtures.relations import RELATIONS
 from csa_gate.oracles import DISTRIBUTIONS, Contract, Problem, Slot, parse_problem
 from csa_gate.oracles.contract import CLAUSES
 from csa_gate.oracles.ordered import ordered
+from csa_gate.oracles.orders import pool_lanes, softmax_lanes
 
 PLANTED = Path(__file__).with_name("planted_properties.py")
 SUITE = f"{Path(suite.__file__).parent / 'test_compressor.py'}::TestCompressor::test_property"
@@ -210,6 +211,11 @@ def test_problems_drawn_reach_every_kind(family: Family, any_shape: bool) -> Non
     assert max(windows) <= high
     if any_shape and family.name != "long":
         assert {low, high} <= windows
+
+
+def test_long_shapes_have_lanes_in_both_orders_and_in_each_alone() -> None:
+    lanes = {(softmax_lanes(c * r, d) > 1, pool_lanes(c * r, d) > 1) for r, c, d in FAMILIES[-1].shapes}
+    assert lanes == {(True, True), (True, False), (False, True)}
 
 
 def test_the_same_picks_draw_the_same_case() -> None:
