@@ -9,7 +9,7 @@ vectorised passes.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,6 +89,8 @@ def compare(
     outputs: Collection[str] | None = None,
     rows: slice | None = None,
     tokens: slice | None = None,
+    groups: Mapping[str, Tensor] | None = None,
+    bound: Result | None = None,
     reproduce: str | None = None,
 ) -> Verdict:
     """Compare two results bit for bit (the places of NaNs, not their payloads), as a clause about two runs.
@@ -101,6 +103,9 @@ def compare(
             all others for `deterministic`, all four for the rest.
         rows, tokens: compare only these rows of out and these tokens of grad_kv and grad_score; `want` then holds
             just as many. Lets a result stand against one at another capacity, or one segment against a pack.
+        groups: compare only these (row, column half) groups, bool masks by output; an output without one is compared
+            in all of them.
+        bound: fp64 tensors, how far apart finite values may be, in place of bit for bit; `want` is in fp64 then.
         reproduce: as in `judge`.
 
     Raises:
@@ -121,10 +126,16 @@ def compare(
         whole, part = getattr(got, name), parts.get(name) or slice(None)
         start, stop, _ = part.indices(len(whole))
         ours, theirs = whole[start:stop], getattr(want, name)
-        _check_tensor(f"want.{name}", theirs, ours.shape, ours.dtype, ours.device)
+        _check_tensor(f"want.{name}", theirs, ours.shape, torch.float64 if bound else ours.dtype, ours.device)
         halves = ours.shape[1] // inputs.problem.head_dim
-        everything = torch.ones((len(ours), halves), dtype=torch.bool, device=ours.device)
-        found += _bits(clause, name, ours, theirs, everything, what, start)
+        some = (groups or {}).get(name, torch.ones((len(whole), halves), dtype=torch.bool, device=ours.device))
+        _check_tensor(f"groups[{name!r}]", some, (len(whole), halves), torch.bool, ours.device)
+        if bound is None:
+            found += _bits(clause, name, ours, theirs, some[start:stop], what, start)
+        else:
+            limits = getattr(bound, name)
+            _check_tensor(f"bound.{name}", limits, ours.shape, torch.float64, ours.device)
+            found += _within(clause, name, ours, theirs, limits, some[start:stop], what, start)
     return _verdict((clause,), inputs, found, kernel, reproduce)
 
 
@@ -291,13 +302,18 @@ def _bounds(clause: str, case: _Case, name: str, groups: Tensor, classes_judged:
     """
     got, want = getattr(case.result, name), getattr(reference(case.inputs, "fp64"), name)
     bound = getattr(reference(case.inputs, "bound"), name)
-    error = _error(got, want)
-    wrong = ~(error <= bound) & torch.isfinite(bound) & torch.isfinite(want)
     if classes_judged:
-        wrong &= torch.isfinite(got)
-    wrong = _of_groups(wrong, groups)
+        bound = torch.where(torch.isfinite(got), bound, torch.inf)
+    yield from _within(clause, name, got, want, bound, groups, _AGAINST["fp64"])
+
+
+def _within(
+    clause: str, name: str, got: Tensor, want: Tensor, bound: Tensor, groups: Tensor, against: str, start: int = 0
+) -> Iterator[Difference]:
+    error = _error(got, want)
+    wrong = _of_groups(~(error <= bound) & torch.isfinite(bound) & torch.isfinite(want), groups)
     if bool(wrong.any()):
-        yield Difference(clause, name, got, want, wrong, groups, _AGAINST["fp64"], error, bound)
+        yield Difference(clause, name, got, want, wrong, groups, against, error, bound, start=start)
 
 
 def _error(got: Tensor, want: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ from csa_gate.fixtures.canary import MemoryFault
 from csa_gate.fixtures.cases import Case, Turns
 from csa_gate.fixtures.kernels import Kernel, contract_on, refusal
 from csa_gate.fixtures.marks import L0, L1, clause
+from csa_gate.fixtures.relate import Relation, relate, same_order
 from csa_gate.fixtures.run import run
 from csa_gate.fixtures.vast import Vast
 from csa_gate.oracles import Inputs, Problem, Result
 from csa_gate.oracles.judge import check_command, compare, judge
-from csa_gate.oracles.orders import pool_lanes
+from csa_gate.oracles.references import reference
 
 GIVEN_SUITE = "csa_gate.suites.test_compressor"
 _LEVELS = {"L0": L0, "L1": L1}
@@ -119,6 +120,17 @@ class Gate:
         if not verdict:
             raise AssertionError(verdict.message)
 
+    def near(self, clause: str, inputs: Inputs, want: Result, got: Result, what: str) -> None:
+        """Hold a result to correctly rounded values: within its bound, and theirs, which is no larger."""
+        __tracebackhide__ = True
+        bound = reference(inputs, "bound")
+        verdict = compare(
+            clause, inputs, Result(**{name: tensor.double() for name, tensor in want.items()}), got, kernel=self._name,
+            what=what, bound=Result(**{name: 2 * tensor for name, tensor in bound.items()}), reproduce=self.command,
+        )  # fmt: skip
+        if not verdict:
+            raise AssertionError(verdict.message)
+
     def hold(
         self,
         clause: str,
@@ -149,6 +161,24 @@ class Gate:
             verdict = judge(self.contract, inputs, got, kernel=self._name, clauses=kept, reproduce=self.command)
             raise AssertionError(f"contract broken: {clause}, {what}\n{verdict.message}")
 
+    def relate(self, relation: Relation, case: Case, clause: str) -> bool:
+        """Hold a case that the kernel takes to a relation under one clause; False if there is nothing to look at."""
+        __tracebackhide__ = True
+        inputs = case.inputs(self.device)
+        command = check_command(inputs, self._spec)
+        command = f"{command} --property {relation.name} --clause {clause}" if command else self.command
+        try:
+            verdicts = relate(
+                relation, self.kernel, self.contract, inputs, (clause,), name=self._name, reproduce=command
+            )
+        except Exception as error:
+            error.add_note(f"reproduce: {command}")
+            raise
+        for verdict in verdicts:
+            if not verdict:
+                raise AssertionError(verdict.message)
+        return bool(verdicts)
+
     @property
     def repeated(self) -> tuple[str, ...]:
         """The outputs whose bits the kernel claims to repeat from run to run."""
@@ -156,12 +186,8 @@ class Gate:
         return (*always, "grad_ape") if self.contract.dape_deterministic else always
 
     def same_order(self, a: Problem, b: Problem) -> bool:
-        """Whether a row's pooling sum has the same order in both: on CUDA, PyTorch's depends on the number of rows."""
-        if self.contract.forward_bits == "portable":
-            return True
-        return pool_lanes(a.window, a.head_dim, max(1, a.total_comp)) == pool_lanes(
-            b.window, b.head_dim, max(1, b.total_comp)
-        )
+        """`csa_gate.fixtures.relate.same_order` of what the kernel claims."""
+        return same_order(self.contract, a, b)
 
     @property
     def _name(self) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from .batch import BatchSuite
 from .determinism import DeterminismSuite
+from .golden import GoldenSuite
 from .memory import MemorySuite
 from .numerics import NumericsSuite
 from .padding import RowPaddingSuite, TokenPaddingSuite
+from .properties import PropertySuite
 from .replay import GraphSuite, ReplaySuite
 from .scale import ScaleSuite
 from .static import StaticSuite
@@ -17,6 +19,8 @@ from .zeros import ZeroSlotsSuite
 # Pytest runs the tests of the last base first: values, before what only shows that values are stale.
 class CompressorSuite(
     StaticSuite,
+    PropertySuite,
+    GoldenSuite,
     StreamsSuite,
     GraphSuite,
     ReplaySuite,

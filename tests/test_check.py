@@ -57,6 +57,15 @@ class Silent(EagerKernel):
     def contract(self, device):
         return Contract(replay=True)
 
+class Sloppy(EagerKernel):
+    """Leaves an element of out as it was."""
+    name = "sloppy"
+
+    def forward(self, *args, out, **kwargs):
+        kept = out[0, 0].clone()
+        super().forward(*args, out=out, **kwargs)
+        out[0, 0] = kept
+
 class Padded(EagerKernel):
     name = "padded"
 
@@ -135,6 +144,20 @@ def test_one_clause(capsys, kernels):
     assert (status, out.splitlines()[-1]) == (0, "kept: memory")
 
 
+def test_property(capsys, kernels):
+    """--property judges a relation between runs in place of a single run, under all its clauses or some."""
+    status, out, err = check(capsys, "eager", "--property", "grown-rows", "--distribution", "masked")
+    assert (status, err, out.splitlines()[-1]) == (0, "", "kept: row_padding")
+    status, out, _ = check(capsys, f"{kernels}:Sloppy", "--property", "repeated", "--clause", "deterministic")
+    assert status == 1
+    assert out.startswith("contract broken: deterministic\n")
+    assert "(repeated)" in out
+    command = shlex.split(next(line for line in out.splitlines() if line.startswith("reproduce: ")))[1:]
+    assert command[-2:] == ["--property", "repeated"]
+    again = main(command[3:])
+    assert (again, capsys.readouterr().out) == (status, out)
+
+
 @pytest.mark.parametrize(
     ("kernel", "problem", "options", "message"),
     [
@@ -152,6 +175,11 @@ def test_one_clause(capsys, kernels):
         ("eager", PROBLEM, ["--distribution", "odd"], "argument --distribution: invalid choice: 'odd'"),
         ("eager", PROBLEM, ["--poison", "odd"], "argument --poison: invalid choice: 'odd'"),
         ("eager", PROBLEM, ["--clause", "replay"], "argument --clause: invalid choice: 'replay'"),
+        ("eager", PROBLEM, ["--clause", "deterministic"], "--clause: got deterministic, need one that a single"),
+        ("eager", PROBLEM, ["--property", "odd"], "argument --property: invalid choice: 'odd'"),
+        ("eager", PROBLEM, ["--property", "repeated", "--clause", "memory"], "need one that --property repeated can"),
+        ("eager", PROBLEM, ["--property", "segment-alone"], "claims no clause that --property segment-alone can show"),
+        ("eager", "Problem(lens=(2,), ratio=4, coff=1, head_dim=2)", ["--property", "grown-rows"], "nothing to look"),
         ("eager", PROBLEM, ["--clause", "dape_bits"], "--clause: kernel eager does not claim dape_bits"),
         ("eager", PROBLEM, ["--speed"], "unrecognized arguments: --speed"),
     ],

@@ -398,6 +398,38 @@ def test_compare_across_capacities(inputs):
         compare("token_padding", inputs, large, large, tokens=slice(0, 24, 2))
 
 
+def test_compare_of_some_groups(inputs):
+    """Groups that are not named are left out, and all of an output without a mask is compared."""
+    first = right(inputs)
+    groups = {"grad_kv": torch.ones((27, 2), dtype=torch.bool)}
+    groups["grad_kv"][5, 1] = False
+    compare("batch_invariance", inputs, first, plant(first, "grad_kv", (5, 9)), groups=groups).check()
+    assert not compare("batch_invariance", inputs, first, plant(first, "grad_kv", (5, 7)), groups=groups)
+    assert not compare("batch_invariance", inputs, first, plant(first, "grad_score", (5, 9)), groups=groups)
+    with pytest.raises(ValueError, match=r"groups\['out'\]: got shape \(7, 2\), need \(7, 1\)"):
+        compare("batch_invariance", inputs, first, first, groups={"out": torch.ones((7, 2), dtype=torch.bool)})
+
+
+@pytest.mark.parametrize(("off", "kept"), [(0.5, True), (1.0, True), (1.5, False), (NAN, False), (INF, False)])
+def test_compare_within_a_bound(inputs, off, kept):
+    """Finite values up to the bound away are let pass, no Inf or NaN is; what is not finite in `want` binds nothing."""
+    got = Result(**{name: torch.zeros_like(tensor) for name, tensor in right(inputs).items()})
+    want = Result(**{name: tensor.double() for name, tensor in got.items()})
+    bound = Result(**{name: torch.ones_like(tensor) for name, tensor in want.items()})
+    got.out[2, 3] = off
+    verdict = compare("error_bound", inputs, want, got, bound=bound, what="against zeros")
+    assert bool(verdict) is kept
+    if not kept:
+        (failure,) = verdict.failures
+        assert (failure.output, failure.wrong, failure.first.coordinate) == ("out", 1, (2, 3))
+    want.out[2, 3] = INF
+    assert compare("error_bound", inputs, want, got, bound=bound)
+    with pytest.raises(ValueError, match=r"want.out: got dtype torch.bfloat16, need torch.float64"):
+        compare("error_bound", inputs, got, got, bound=bound)
+    with pytest.raises(ValueError, match=r"bound.out: got dtype torch.bfloat16, need torch.float64"):
+        compare("error_bound", inputs, want, got, bound=got)
+
+
 def test_compare_of_one_segment_with_a_pack(inputs):
     """A segment on its own stands against its part of a pack; a difference is found at the pack's coordinate."""
     alone = make_inputs(dataclasses.replace(PACK, lens=(8,), row_capacity=None, token_capacity=None), seed=1)

@@ -49,12 +49,15 @@ def test_wheel_holds_the_package_and_nothing_else(built):
         wanted += [
             (inside / file).as_posix()
             for file in files
-            if file.endswith(".py") or file == "py.typed" or (inside.name == "data" and file.endswith(".json"))
+            if file.endswith(".py")
+            or file == "py.typed"
+            or (inside.name in ("data", "vectors") and file.endswith(".json"))
+            or (inside.name, file) == ("vectors", "README.md")
         ]
     (wheel,) = (built / "direct").glob("*.whl")
     assert names(wheel) == sorted(wanted)
     assert {f"csa_gate/{room}/__init__.py" for room in ROOMS} <= set(wanted)
-    assert "csa_gate/py.typed" in wanted
+    assert {"csa_gate/py.typed", "csa_gate/fixtures/vectors/schema.json"} <= set(wanted)
     everything = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in everything} == {
         "csa_gate",

@@ -10,6 +10,8 @@ from typing import NoReturn
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("csa_gate._check", "judge one kernel on one problem"),
+    "vectors": ("csa_gate._vectors", "make the golden vectors, or check them"),
+    "soak": ("csa_gate._soak", "hold a kernel to random problems for some minutes"),
     "bench": ("csa_gate._bench", "measure kernels against the eager region, a peer and the memory"),
     "static": ("csa_gate._static", "look into kernels compiled for any architecture, without a GPU"),
     "sanitize": ("csa_gate._sanitize", "run the kernels under compute-sanitizer, on a CUDA device"),
