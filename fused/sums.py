@@ -123,7 +123,7 @@ def combine(config: Constexpr, block: Block, sums: cute.Tensor, count: Constexpr
     if cutlass.const_expr(count <= MOST_SUMS):
         shared = own
         own = fragments(count, config)
-        for x in cutlass.range_constexpr(count):
+        for x in cutlass.range(count, unroll_full=True):
             cute.autovec_copy(shared[x, None], own[x, None])
     operation(config, own)
     return own
