@@ -16,7 +16,7 @@ from csa_gate.fixtures.mutants import CATALOGUE, SOURCE, Fault, misfit
 
 from ._gate import LEVELS
 from ._mutants_report import Fate, as_json, html, line, table, verdict
-from ._mutants_session import End, run_session
+from ._mutants_session import SUITES, End, run_session
 
 MOST_WORKERS = 8  # by default: each holds torch and, on a GPU, a context
 PATIENCE = 10  # times as long as the control run: such a session hangs
@@ -27,9 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument(
-        "-k", dest="expression", default="", metavar="EXPR", help="only faults with this in id, file or clause; `a or b`"
+        "-k",
+        dest="expression",
+        default="",
+        metavar="EXPR",
+        help="only faults with this in id, file or clause; `a or b`",
     )
-    parser.add_argument("-n", dest="workers", type=int, metavar="WORKERS", help="faults at a time (default: one a core)")
+    parser.add_argument(
+        "-n", dest="workers", type=int, metavar="WORKERS", help="faults at a time (default: one a core)"
+    )
     parser.add_argument(
         "--level", nargs="+", choices=tuple(LEVELS), default=list(LEVELS), help="of the suites (default: L0, then L1)"
     )
@@ -53,13 +59,13 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{option}: got {path}, need a file in a folder that exists")
     device = choose_device(args.device, load_kernel("fused")).type
     chosen = choose(CATALOGUE, args.expression)
-    misfits = [why for fault in chosen if (why := misfit(fault)) is not None]
+    misfits = [why for fault in chosen if (why := misfit(fault, SOURCE)) is not None]
     if misfits:
         raise ValueError("the catalogue does not fit the code: " + "; ".join(misfits))
     here = [fault for fault in chosen if device in fault.on]
     if not here:
         raise ValueError(f"-k: none of the {len(chosen)} faults chosen can be seen on {device}")
-    course = Course(device, workers, max(1, cores // workers), SOURCE)
+    course = Course(device, workers, max(1, cores // workers))
     fates = course.run(here, [level for level in LEVELS if level in args.level])
     if fates is None:
         return 1
@@ -83,19 +89,18 @@ def choose(catalogue: Sequence[Fault], expression: str) -> list[Fault]:
 
 @dataclass(frozen=True)
 class Course:
-    """A run over some faults: where, how many at a time, with how many of torch's threads each, in a copy of what."""
+    """A run over some faults: where, how many at a time, with how many of torch's threads each."""
 
     device: str
     workers: int
     threads: int
-    source: Path
 
     def run(self, faults: Sequence[Fault], levels: Sequence[str]) -> list[Fate] | None:
         """The fates of the faults, in their order; None if the suites fail without any. Says what it does."""
-        fates = {fault.id: Fate(fault) for fault in faults}
+        fates: dict[str, Fate] = {}
         alive = list(faults)
         for level in levels:
-            control = self._session(None, level, float("inf"))
+            control = self._session(None, level)
             print(f"{level} without a fault: {control.kind}, {control.seconds:.0f} s", flush=True)
             if control.kind != "passed":
                 case = f"{control.clause} {control.case} {control.what}".strip()
@@ -111,11 +116,17 @@ class Course:
             alive = [fault for fault in alive if fates[fault.id].survived]
             if not alive:
                 break
-        return list(fates.values())
+        return [fates[fault.id] for fault in faults]
 
-    def _session(self, fault: Fault | None, level: str, limit: float) -> End:
+    def _session(self, fault: Fault | None, level: str, limit: float | None = None) -> End:
         with tempfile.TemporaryDirectory(prefix="csa-gate-mutant-") as folder:
-            # join() takes no infinity
             return run_session(
-                fault, level, Path(folder), self.device, self.threads, min(limit, 86400.0), self.source
+                fault,
+                level,
+                Path(folder),
+                device=self.device,
+                threads=self.threads,
+                limit=limit,
+                source=SOURCE,
+                suites=SUITES,
             )

@@ -16,7 +16,7 @@ from ._mutants_session import End
 _KILLER, _INTENDED, _NOTHING = "#", "o", "."
 _STYLE = (
     "body{font:14px system-ui;margin:2em}table{border-collapse:collapse}td,th{padding:2px 6px;border:1px solid #ddd}"
-    "th.v{writing-mode:vertical-rl}td.m{text-align:center}.killed{background:#d7f0d7}.survived,.error{background:#f6c9c9}"
+    "th.v{writing-mode:vertical-rl}.killed{background:#d7f0d7}.survived,.error{background:#f6c9c9}"
     ".elsewhere{color:#999}"
 )
 
@@ -29,14 +29,16 @@ class Fate:
     """
 
     fault: Fault
-    level: str = ""
-    end: End = End("passed")
+    level: str
+    end: End
 
     @classmethod
     def of(cls, fault: Fault, level: str, end: End) -> Fate:
         """The fate that a session's end comes to."""
         if end.kind in ("crash", "hang") and end.kind not in fault.ends:
-            end = End("error", "", end.case, f"{end.kind}, which the catalogue does not expect: {end.what}", end.seconds)
+            end = End(
+                "error", "", end.case, f"{end.kind}, which the catalogue does not expect: {end.what}", end.seconds
+            )
         return cls(fault, level, end)
 
     @property
@@ -68,14 +70,16 @@ def line(fate: Fate) -> str:
     if not fate.killed:
         return f"{fate.fault.id}: error at {fate.level} in {end.case or 'no test'}: {end.what}"
     other = "" if fate.as_meant else f" (meant for {fate.fault.clause})"
-    return f"{fate.fault.id}: killed at {fate.level} by {end.clause}{other}: {end.case or end.what}, {end.seconds:.1f} s"
+    return (
+        f"{fate.fault.id}: killed at {fate.level} by {end.clause}{other}: {end.case or end.what}, {end.seconds:.1f} s"
+    )
 
 
 def table(fates: Sequence[Fate], elsewhere: Sequence[Fault]) -> list[str]:
     """Faults against clauses, a letter each, and the test that killed the fault."""
     letters = {clause: chr(ord("a") + i) for i, clause in enumerate(CLAUSES)}
     legend = [f"  {letter} {clause}" for clause, letter in letters.items()]
-    legend += [f"  {_KILLER} killed the fault, {_INTENDED} should have, but another came first"]
+    legend += [f"  {_KILLER} killed the fault, {_INTENDED} should have but was not first"]
     width = max(len(fault.id) for fault in [*(f.fault for f in fates), *elsewhere])
     lines = [f"{'':<{width}}  {''.join(letters.values())}"]
     for fate in fates:
@@ -126,21 +130,22 @@ def as_json(fates: Sequence[Fate]) -> dict[str, Any]:
 def html(fates: Sequence[Fate], elsewhere: Sequence[Fault], device: str) -> str:
     """A page with the table, the effect of each fault and the verdict."""
     head = "".join(f'<th class="v">{escape(clause)}</th>' for clause in CLAUSES)
-    rows = []
-    for fate in [*fates, *(Fate(fault) for fault in elsewhere)]:
-        ran = bool(fate.level)
-        marks = "".join(f'<td class="m">{_mark(fate, clause) if ran else ""}</td>' for clause in CLAUSES)
-        end = f"{fate.word} {fate.level}" if ran else "not run here"
-        cells = [fate.fault.id, fate.fault.file, fate.fault.effect, end, fate.end.case or fate.end.what]
-        texts = [f"<td>{escape(cell)}</td>" for cell in cells]
-        style = fate.word if ran else "elsewhere"
-        rows.append(f'<tr class="{style}">{"".join(texts[:2])}{marks}{"".join(texts[2:])}</tr>')
+    rows = [
+        _row(f.fault, f.word, [_mark(f, clause) for clause in CLAUSES], f"{f.word} {f.level}", f.end.case or f.end.what)
+        for f in fates
+    ]
+    rows += [_row(fault, "elsewhere", [""] * len(CLAUSES), "not run here", "") for fault in elsewhere]
     words = "".join(f"<p>{escape(text)}</p>" for text in verdict(fates, elsewhere, device))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Planted faults</title><style>{_STYLE}</style>'
-        f"<h1>Planted faults</h1>{words}<p>{_KILLER} killed the fault, {_INTENDED} should have, but another came first</p>"
+        f"<h1>Planted faults</h1>{words}<p>{_KILLER} killed the fault, {_INTENDED} should have but was not first</p>"
         f"<table><tr><th>fault<th>file{head}<th>effect<th>end<th>case</tr>{''.join(rows)}</table></html>\n"
     )
+
+
+def _row(fault: Fault, style: str, marks: Sequence[str], end: str, case: str) -> str:
+    cells = [fault.id, fault.file, *marks, fault.effect, end, case]
+    return f'<tr class="{style}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
 
 
 def _mark(fate: Fate, clause: str) -> str:

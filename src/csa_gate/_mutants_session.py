@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,9 @@ from typing import Any, Literal
 import pytest
 
 from csa_gate.fixtures.mutants import SOURCE, Fault, plant
+
+SUITES = ("--pyargs", "csa_gate.suites")
+"""What pytest is told to run."""
 
 Kind = Literal["passed", "broken", "crash", "hang", "error"]
 
@@ -53,16 +57,25 @@ class End:
 
 
 class FirstFailure:
-    """Pytest plugin: runs the tests of one clause first, and keeps the first failure of all."""
+    """Pytest plugin: runs the tests that should see a fault first, and keeps the first failure of all."""
 
-    def __init__(self, clause: str | None) -> None:
-        self._clause = clause
+    def __init__(self, clause: str = "", case: str = "") -> None:
+        self._clause, self._case = clause, case
         self.end = End("passed")
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Put the tests of the clause first, in their order."""
-        items.sort(key=lambda item: all(m.args != (self._clause,) for m in item.iter_markers("clause")))
+        """Put the tests of the clause first, of these the cases named; all keep their order beside that."""
+
+        def place(item: pytest.Item) -> int:
+            if all(marker.args != (self._clause,) for marker in item.iter_markers("clause")):
+                return 3
+            if self._case and self._case in item.name:
+                return 0
+            # Where one result is held to many clauses, the cases are there for values and take longer.
+            return 2 if "name" in getattr(getattr(item, "callspec", None), "params", ()) else 1
+
+        items.sort(key=place)
 
     def pytest_exception_interact(self, node: pytest.Item | pytest.Collector, call: pytest.CallInfo[Any]) -> None:
         """Keep what failed first: a verdict says which clause is broken, anything else is no verdict."""
@@ -77,7 +90,15 @@ class FirstFailure:
 
 
 def run_session(
-    fault: Fault | None, level: str, folder: Path, device: str, threads: int, limit: float, source: Path = SOURCE
+    fault: Fault | None,
+    level: str,
+    folder: Path,
+    *,
+    device: str,
+    threads: int,
+    limit: float | None = None,
+    source: Path = SOURCE,
+    suites: Sequence[str] = SUITES,
 ) -> End:
     """Plant `fault` (None: none) in a copy of `source` and run the tests of `level` over it.
 
@@ -85,14 +106,15 @@ def run_session(
         folder: an empty one for the copy, its kernel file and the session's output.
         device: `cpu` or `cuda`.
         threads: of torch.
-        limit: seconds after which the process is killed and counts as hanging.
+        limit: seconds after which the process is killed and counts as hanging; None waits for ever.
+        suites: what pytest is told to run.
     """
     plant(fault, folder / COPY, source)
     (folder / "kernel.py").write_text(_KERNEL)
     (folder / "pytest.ini").touch()  # so that pytest looks for no other configuration
     started = time.monotonic()
-    clause = fault.clause if fault else None
-    process = _CONTEXT.Process(target=_session, args=(folder, level, clause, device, threads), daemon=True)
+    first = FirstFailure(fault.clause, fault.case) if fault else FirstFailure()
+    process = _CONTEXT.Process(target=_session, args=(folder, level, first, device, threads, suites), daemon=True)
     process.start()
     process.join(limit)
     if process.is_alive():
@@ -114,7 +136,7 @@ def _read(folder: Path, status: int | None) -> End:
     return End("error", what=f"the process ended with status {status}: {_last_line(folder / 'log')}")
 
 
-def _session(folder: Path, level: str, clause: str | None, device: str, threads: int) -> None:
+def _session(folder: Path, level: str, first: FirstFailure, device: str, threads: int, suites: Sequence[str]) -> None:
     """The process's own part: pytest, with all that it says in the file `log`, and how it ended in `end.json`."""
     import torch
 
@@ -123,11 +145,11 @@ def _session(folder: Path, level: str, clause: str | None, device: str, threads:
     sys.stdout.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.environ.pop("PYTEST_ADDOPTS", None)  # meant for sessions of the user's own
     torch.set_num_threads(threads)
-    first = FirstFailure(clause)
     options = ["-m", level, "-x", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--tb=short"]
     kernel = ["--csa-kernel=kernel.py:kernel", f"--csa-device={device}"]
-    status = pytest.main(["--pyargs", "csa_gate.suites", *options, *kernel], plugins=[first])
+    status = pytest.main([*suites, *options, *kernel], plugins=[first])
     end = first.end
     if (status == pytest.ExitCode.OK) != (end.kind == "passed"):
         end = End("error", what=f"pytest ended with status {int(status)}: {_last_line(Path('log'))}")
