@@ -11,7 +11,7 @@ gate: .venv/bin/tox
 	.venv/bin/tox run -e gate -- $(ARGS)
 
 test: .venv/bin/tox
-	.venv/bin/tox run -e gate,test
+	.venv/bin/tox run -e gate,test,mutants
 
 # An environment of our own, so that a Python whose packages belong to the system does as well.
 .venv/bin/tox: constraints.txt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from csa_gate.fixtures.cases import DETERMINISM, Case
+from csa_gate.fixtures.cases import DETERMINISM, THREADS, Case
 from csa_gate.fixtures.marks import L1, clause
 from csa_gate.fixtures.replay import launch
 from csa_gate.fixtures.run import Buffers
@@ -30,6 +30,23 @@ class DeterminismSuite(GateSuite):
             kept.append(torch.full((number * 12345,), float("nan"), device=gate.device))
             got = gate.run(inputs, poison=poison, seed=number)
             gate.same(name, inputs, want, got, f"run {number} (buffers held {poison}) against run 1")
+
+    @pytest.mark.parametrize("name", _BOTH)
+    @pytest.mark.parametrize("case", each(THREADS))
+    def test_threads(self, gate: Gate, case: Case, name: str) -> None:
+        """Threads of a CPU may share a call out, evenly or not; run by xdist, there would be only one."""
+        if gate.device.type != "cpu":
+            pytest.skip("needs a kernel on the CPU: its threads have no share in a GPU's work")
+        inputs = gate.inputs(case)
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
+            want = gate.run(inputs)
+            for threads in (2, 3):
+                torch.set_num_threads(threads)
+                gate.same(name, inputs, want, gate.run(inputs), f"on {threads} threads against one")
+        finally:
+            torch.set_num_threads(before)
 
     @L1
     @pytest.mark.parametrize("name", _BOTH)

@@ -18,7 +18,7 @@ from csa_gate.fixtures.replay import Graph, Stage
 from csa_gate.fixtures.run import Buffers, run
 from csa_gate.fixtures.schedules import SCHEDULES
 from csa_gate.fixtures.vast import VAST, Vast
-from csa_gate.oracles import DISTRIBUTIONS, Inputs, Problem, Slot, make_inputs, ordered
+from csa_gate.oracles import DISTRIBUTIONS, Inputs, Problem, Slot, fp64, make_inputs, ordered, windows
 from csa_gate.oracles.bits import same_bits
 from csa_gate.oracles.orders import pool_lanes, softmax_lanes
 
@@ -216,6 +216,49 @@ class TestDerive:
                 assert bool(HOLDS[fill](filled).all())
                 assert not torch.equal(filled, old[~spared])
             assert torch.equal(new[spared], old[spared]), name
+
+    def test_windows_cancel(self) -> None:
+        """Exactly, term by term; what an order of summation leaves is small, and is not the same in another."""
+        problem = Problem((64, 40), 32, 1, 8)
+        inputs = derive.cancelling(make_inputs(problem), "windows")
+        terms = windows.gather(inputs.kv, problem, 0.0).float()
+        weights = windows.logits(inputs.score, inputs.ape, problem).softmax(dim=1)
+        assert torch.equal(terms[:, :16], -terms[:, 16:]) and torch.equal(weights[:, :16], weights[:, 16:])
+        exact, got = fp64(inputs).out, ordered(inputs, exp="portable", output_dtype=torch.float32).out
+        assert float(exact.abs().max()) < 1e-15
+        assert 0 < float(got.abs().max()) < 1e-6
+
+    def test_rows_cancel(self) -> None:
+        """grad_ape is that of the rows between, beside terms that leave no room for it in fp32."""
+        problem = Problem((256,), 2, 1, 8)
+        plain = make_inputs(problem)
+        inputs = derive.cancelling(plain, "rows")
+        between = derive.rebuilt(
+            plain,
+            Problem((128,), 2, 1, 8),
+            kv=plain.kv[64:-64], score=plain.score[64:-64], grad_out=plain.grad_out[32:-32],
+        )  # fmt: skip
+        result = fp64(inputs)
+        assert float(result.grad_score.abs().max()) > 2.0**38
+        torch.testing.assert_close(result.grad_ape, fp64(between).grad_ape, rtol=0, atol=2.0**-10)
+
+    @pytest.mark.parametrize(
+        ("problem", "what"),
+        [
+            (Problem((64,), 4, 2, 8), "windows"),
+            (Problem((63,), 3, 1, 8), "windows"),
+            (Problem((256,), 2, 2, 8), "rows"),
+            (Problem((257,), 2, 1, 8), "rows"),
+            (Problem((126,), 2, 1, 8), "rows"),
+            (Problem((256,), 2, 1, 8, row_capacity=129), "rows"),
+            (Problem((128, 128), 2, 1, 8), "rows"),
+        ],
+    )
+    def test_what_cannot_cancel(self, problem: Problem, what: str) -> None:
+        with pytest.raises(ValueError, match="inputs: got Problem"):
+            derive.cancelling(make_inputs(problem), what)
+        with pytest.raises(ValueError, match="what: got 'columns', need 'windows' or 'rows'"):
+            derive.cancelling(make_inputs(problem), "columns")
 
     def test_part_cuts_rows_and_tokens(self) -> None:
         result = Buffers(PROBLEM, "cpu").result

@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("csa_gate._bench", "measure kernels against the eager region, a peer and the memory"),
     "static": ("csa_gate._static", "look into kernels compiled for any architecture, without a GPU"),
     "sanitize": ("csa_gate._sanitize", "run the kernels under compute-sanitizer, on a CUDA device"),
+    "mutants": ("csa_gate._mutants", "plant faults in the kernels and see whether the suites catch them"),
 }
 """Each command's module and what it does. The module has `add_arguments(parser)` and `run(args) -> int`, the exit
 status; it raises ValueError for arguments that make no sense, and is imported only when it is asked for."""
