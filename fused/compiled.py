@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -53,6 +54,8 @@ def configure(
     if on_gpu:
         schedule = schedule_of(direction, window, shape.head_dim // vec, shape.total_comp)
         head_dim = shape.head_dim if shape.head_dim in STATIC_HEAD_DIMS else None
+        if schedule.family == "streamed" and (head_dim is None or exp == "portable"):
+            schedule = replace(schedule, min_blocks=1)  # addresses and portable powers take registers
     return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, schedule, head_dim)
 
 

@@ -35,9 +35,9 @@ def own_weights(
 ) -> tuple[cute.Tensor, cute.Tensor]:
     """The softmax weights of the thread's entries, (own, vec) fp32, and their values, (own, vec) in `storage`."""
     scores = load_own(config, score, place, block.ty, entry, storage(config))
-    values = load_own(config, kv, place, block.ty, entry, storage(config))
     bias = load_own_bias(config, ape, place.group, place.groups, block.ty)
     x = own_logits(config, scores, bias, place, block.ty)
+    values = load_own(config, kv, place, block.ty, entry, storage(config))
     top = block_highest(config, x, block)
     far = own_powers(config, x, top, score, ape, place, block.ty)
     own_divide(config, x, lane_sum(config, x, block), far)
@@ -102,24 +102,21 @@ def forward_kernel(
     column_blocks: Int32,
     config: Constexpr,
 ) -> None:
-    """A block pools `rows_each` rows, one after the other."""
+    """A block pools one row."""
     shape = config.schedule
     groups = known_groups(config, groups)
     number, _, _ = cute.arch.block_idx()
-    start = number // column_blocks * shape.rows
-    codes, _ = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, start, 1)
+    row = number // column_blocks
+    codes, _ = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, row, 1)
     block = enter_block(config)
     group = number % column_blocks * shape.threads_x + block.tx
     cute.arch.sync_threads()
-    for local in cutlass.range(shape.rows):
-        row = start + local
-        if row < total_comp:
-            # Threads past the last column work on the last one's, and keep it to themselves.
-            place = place_of(row, codes[local], cutlass.min(group, groups - 1), groups)
-            weights, values = own_weights(config, kv, score, ape, place, block)
-            pooled = pool_sum(config, weights, values, block)
-            if block.ty == 0 and group < groups:
-                store_rounded(config, out, row_entry(place), same, (pooled, 0))
+    # Threads past the last column work on the last one's, and keep it to themselves.
+    place = place_of(row, codes[0], cutlass.min(group, groups - 1), groups)
+    weights, values = own_weights(config, kv, score, ape, place, block)
+    pooled = pool_sum(config, weights, values, block)
+    if block.ty == 0 and group < groups:
+        store_rounded(config, out, row_entry(place), same, (pooled, 0))
 
 
 @cute.kernel

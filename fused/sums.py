@@ -15,12 +15,12 @@ from cutlass import Constexpr, Int32
 
 from .arith import Group, add, apply, maximum, mul
 from .config import WARP, Config
-from .row import combine_accumulators, halving_tree, highest
+from .row import combine_accumulators, highest
 from .shares import Block, own_entries, warps
 from .window import fragments
 
 BATCH = 2  # terms of a serial sum
-MOST_SUMS = 64  # lanes and accumulators that one thread combines in registers
+MOST_SUMS = 16  # accumulators that one thread combines in registers
 
 
 @cute.jit
@@ -115,22 +115,21 @@ def _flat(shared: cute.Tensor, size: int) -> cute.Tensor:
 
 
 @cute.jit
-def combine(config: Constexpr, block: Block, sums: cute.Tensor, count: Constexpr, operation: Constexpr) -> cute.Tensor:
-    """The `count` slots of the thread's column group, combined by `operation` into the first."""
-    width = config.schedule.threads_x
-    layout = cute.make_layout((count, config.vec), stride=(width * config.vec, 1))
-    own = cute.make_tensor(sums[block.tx, None].iterator, layout)
-    if cutlass.const_expr(count <= MOST_SUMS):
-        shared = own
-        own = fragments(count, config)
-        for x in cutlass.range(count, unroll_full=True):
-            cute.autovec_copy(shared[x, None], own[x, None])
-    operation(config, own)
-    return own
+def combine(config: Constexpr, block: Block, sums: cute.Tensor, lanes: Constexpr, each: Constexpr) -> None:
+    """Combine the thread's slots of `sums` into the first: `each` in a lane serially, the lanes by a halving tree."""
+    own = _own_slots(config, block, sums, lanes * each)
+    for a in cutlass.range_constexpr(1, each):
+        for y in cutlass.range(lanes, unroll=2):
+            apply(add, config, (own, y), (own, y), (own, a * lanes + y))
+    for step in cutlass.range_constexpr(1, lanes.bit_length()):
+        for x in cutlass.range(lanes >> step, unroll=2):
+            apply(add, config, (own, x), (own, x), (own, (lanes >> step) + x))
 
 
-def _halve(config: Config, sums: cute.Tensor) -> None:
-    halving_tree(config, sums, config.softmax_lanes, 1)
+def _own_slots(config: Config, block: Block, sums: cute.Tensor, count: int) -> cute.Tensor:
+    """The slots of the thread's column group, (count, vec)."""
+    layout = cute.make_layout((count, config.vec), stride=(config.schedule.threads_x * config.vec, 1))
+    return cute.make_tensor(sums[block.tx, None].iterator, layout)
 
 
 @cute.jit
@@ -140,8 +139,7 @@ def lane_sum(config: Constexpr, terms: cute.Tensor, block: Block) -> cute.Tensor
     block_sums(config, block, config.softmax_lanes, block.sums)
     if cutlass.const_expr(config.softmax_lanes > 1):
         if block.ty == 0:
-            combined = combine(config, block, block.sums, config.softmax_lanes, _halve)
-            cute.autovec_copy(combined[0, None], block.sums[block.tx, None])
+            combine(config, block, block.sums, config.softmax_lanes, 1)
         cute.arch.sync_threads()
     total = fragments(1, config)
     cute.autovec_copy(block.sums[block.tx, None], total[0, None])
@@ -179,6 +177,13 @@ def pool_sum(config: Constexpr, weights: cute.Tensor, values: cute.Tensor, block
         block_sums(config, block, accumulators, block.accumulators)
     pooled = fragments(1, config)
     if block.ty == 0:
-        combined = combine(config, block, block.accumulators, accumulators, combine_accumulators)
-        cute.autovec_copy(combined[0, None], pooled[0, None])
+        if cutlass.const_expr(accumulators <= MOST_SUMS):
+            shared, own = _own_slots(config, block, block.accumulators, accumulators), fragments(accumulators, config)
+            for x in cutlass.range(accumulators, unroll_full=True):
+                cute.autovec_copy(shared[x, None], own[x, None])
+            combine_accumulators(config, own)
+            cute.autovec_copy(own[0, None], pooled[0, None])
+        else:
+            combine(config, block, block.accumulators, config.pool_lanes, 4)
+            cute.autovec_copy(block.accumulators[block.tx, None], pooled[0, None])
     return pooled

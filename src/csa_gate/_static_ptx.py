@@ -5,14 +5,22 @@ rounding. So `add`, `sub`, `mul`, `fma`, `mad`, `div`, `rcp` and `sqrt` of fp32 
 `.ftz` nor `.sat`, no other rounding, no `.approx` or `.full`. Instructions that flush or approximate are faults too.
 What was fused before there was PTX looks like an fma that was meant: that is for the bits to show.
 
-One sequence is let through, each instruction only in its place: CUDA's `expf`, as libdevice has it (it is the `expf` of
-PyTorch, and so part of the contract). With s = `cvt.sat.f32.f32` of the scaled argument:
+Three sequences are let through, each instruction only in its place. CUDA's `expf`, as libdevice has it (it is that of
+PyTorch, and so part of the contract); with s = `cvt.sat.f32.f32` of the scaled argument:
 
 - `fma.rm.f32 j, s, 252.0, 12582913.0`: rounding down picks the power of two; nothing may take its place.
 - `add.f32 n, j, -12583039.0`: integers below 2^24, so the sum is exact under any rounding; j is no product.
 - `ex2.approx.ftz.f32 e, ...`: the approximation that `expf` rests on.
 - `mul.f32 y, e, p`, p being `shl.b32 j, 23`: scaling by a power of two. It could be fused only with a plain add, and
   the only plain add has j, not y, for operand.
+
+The same powers in fewer instructions, for arguments that are near 0:
+
+- `fma.rn.sat.f32 s, x, 1 / (252 * log(2)), 0.5`: rounded as in `expf`, which saturates in a step of its own.
+- `fma.rp.f32 j, s, -252.0, 12583038.0`: rounding up, of what `expf` rounds down with the other sign.
+
+The start of a division, its approximation mended by Newton's step: `rcp.approx.ftz.f32 r, d`, if `fma.rn.f32` alone
+takes r.
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ ROUNDED = ("add", "sub", "mul", "mad", "fma", "div", "rcp", "sqrt")
 APPROXIMATED = ("rsqrt", "ex2", "lg2", "sin", "cos", "tanh")
 FP32 = ("f32", "f32x2")
 SCALE, SHIFTED, BACK = "0f437C0000", "0f4B400001", "0fCB40007F"  # 252.0, 12582913.0, -12583039.0
+NEAR = ("0f3BBB989D", "0f3F000000"), ("0fC37C0000", "0f4B40007E")  # 1 / (252 * log(2)), 0.5; -252.0, 12583038.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ def _findings(entry: str, sections: list[str]) -> Findings:
             elif is_pinned(instruction):
                 pinned += 1
             elif _needs_pin(instruction):
-                if definitions.of_expf(instruction):
+                if definitions.in_place(instruction):
                     expf += instruction.parts[0] == "ex2"
                 else:
                     unpinned.append(str(instruction))
@@ -135,13 +144,14 @@ class _Definitions:
 
     def __init__(self, code: list[Instruction]) -> None:
         self._by: dict[str, list[Instruction]] = {}
+        self._code = code
         for instruction in code:
             if instruction.operands:
                 for register in re.findall(r"%[\w$]+", instruction.operands[0]):
                     self._by.setdefault(register, []).append(instruction)
 
-    def of_expf(self, instruction: Instruction) -> bool:
-        """Whether an unpinned instruction has its place in CUDA's expf, as the module's docstring lists them."""
+    def in_place(self, instruction: Instruction) -> bool:
+        """Whether an unpinned instruction has its place in what is let through, as the module's docstring lists it."""
         sources = instruction.operands[1:]
         if instruction.opcode == "ex2.approx.ftz.f32":
             return True
@@ -151,7 +161,17 @@ class _Definitions:
             return self._match(sources, self._from_rounded_down, self._is_constant(BACK))
         if instruction.opcode == "mul.f32":
             return self._match(sources, self._from("ex2.approx.ftz.f32"), self._from_power)
+        if instruction.opcode == "fma.rn.sat.f32":
+            return self._has_constants(sources[1:], NEAR[0])
+        if instruction.opcode == "fma.rp.f32":
+            return self._from("fma.rn.sat.f32")(sources[0]) and self._has_constants(sources[1:], NEAR[1])
+        if instruction.opcode == "rcp.approx.ftz.f32":
+            uses = [i.opcode for i in self._code if instruction.operands[0] in i.operands[1:]]
+            return len(uses) > 1 and set(uses) == {"fma.rn.f32"}
         return False
+
+    def _has_constants(self, operands: tuple[str, ...], values: tuple[str, str]) -> bool:
+        return len(operands) == 2 and all(self._is_constant(v)(o) for o, v in zip(operands, values, strict=True))
 
     def _match(self, sources: tuple[str, ...], *wanted: Callable[[str], bool]) -> bool:
         """Whether the two operands are as wanted, in either order."""
