@@ -96,7 +96,7 @@ class Soak:
         self._steps = 0
 
     def step(self) -> None:
-        """Draw one problem and run it: alone, and in one relation after the other from problem to problem."""
+        """Draw one problem and run it alone, then in one of the relations."""
         family = FAMILIES[self._steps // _EACH_SHAPE % len(FAMILIES)]
         if self._steps % _EACH_SHAPE == 0:
             self._shape = draw_shape(self._pick, family)
