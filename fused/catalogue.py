@@ -70,10 +70,12 @@ CATALOGUE: tuple[Shipped, ...] = (
     Shipped(128, 2, 128, 512, "native", "production pair with overlap"),
     Shipped(128, 2, 512, 512, "portable", "production pair with overlap, wide"),
     Shipped(128, 2, 64, 64, "native", "both sums have lanes"),
+    Shipped(128, 2, 65, 16, "native", "a window of 256, one column a thread, few rows"),
     Shipped(128, 2, 65, 512, "native", "a window of 256, one column a thread"),
     Shipped(256, 1, 128, 256, "native", "the longest window without overlap"),
     Shipped(256, 2, 128, 64, "native", "the longest window, few rows"),
     Shipped(256, 2, 128, 256, "native", "the longest window"),
+    Shipped(256, 2, 65, 16, "native", "the same, one column a thread, few rows"),
     Shipped(256, 2, 65, 256, "native", "the same, one column a thread"),
     Shipped(256, 2, 2, 256, "portable", "both sums have lanes, the narrowest block"),
 )
