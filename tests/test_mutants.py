@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import get_args
+from typing import ClassVar, get_args
 
 import pytest
 import torch
@@ -199,6 +199,65 @@ class TestCommand:
         assert mutants(monkeypatch, list(CATALOGUE), *options) == 2
         captured = capsys.readouterr()
         assert message in captured.err and captured.out == ""
+
+
+class TestLevels:
+    """What is run at which level, over made-up sessions."""
+
+    ENDS: ClassVar[dict[tuple[str, str], End]] = {
+        ("ape-left-out", "L0"): End("broken", "forward_bits", "test_quick"),
+        ("gradients-swapped", "L1"): End("broken", "memory", "test_slow"),
+        ("leaf-serial", "L0"): End("error", what="ImportError"),
+    }
+
+    def course(
+        self, patch: pytest.MonkeyPatch, ends: dict[tuple[str, str], End]
+    ) -> list[tuple[str, str, float | None]]:
+        """The sessions that the command runs, each with its limit, one fault after the other."""
+        sessions = []
+
+        def session(fault: Fault | None, level: str, folder: Path, *, limit: float | None, **options: object) -> End:
+            name = fault.id if fault else "control"
+            sessions.append((name, level, limit))
+            return ends.get((name, level), End("passed", seconds=20.0))
+
+        patch.setattr(_mutants, "run_session", session)
+        patch.setattr(
+            _mutants, "CATALOGUE", tuple(BY_ID[n] for n in ("ape-left-out", "gradients-swapped", "leaf-serial"))
+        )
+        self.status = main(["mutants", "--device", "cpu", "-n", "1"])
+        return sessions
+
+    def test_what_passes_goes_on(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.course(monkeypatch, self.ENDS) == [
+            ("control", "L0", None),
+            ("ape-left-out", "L0", 200.0),
+            ("gradients-swapped", "L0", 200.0),
+            ("leaf-serial", "L0", 200.0),
+            ("control", "L1", None),
+            ("gradients-swapped", "L1", 200.0),
+        ]
+        assert self.status == 1
+        out = capsys.readouterr().out
+        assert "2 of 3 faults killed on cpu: 1 at L0, 1 at L1" in out
+        assert "1 of them by the clause they were meant for" in out
+
+    def test_no_level_without_its_control(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        ends = {**self.ENDS, ("control", "L1"): End("broken", "replay", "test_slow")}
+        assert self.course(monkeypatch, ends)[-1] == ("control", "L1", None)
+        assert self.status == 1
+        assert "the suites must pass without one, and do not: replay test_slow" in capsys.readouterr().out
+
+    def test_all_killed_quickly(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing is left for L1, so that nothing runs there."""
+        ends = {
+            (name, "L0"): End("broken", "memory", "test")
+            for name in ("ape-left-out", "gradients-swapped", "leaf-serial")
+        }
+        assert [level for _, level, _ in self.course(monkeypatch, ends)] == ["L0"] * 4
+        assert self.status == 0
 
 
 def test_a_hanging_process_is_ended(tmp_path: Path) -> None:
