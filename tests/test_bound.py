@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from csa_gate.oracles import bound
 from csa_gate.oracles.bound import C_EXP, error_bound
 from csa_gate.oracles.distributions import DISTRIBUTIONS, make_inputs
 from csa_gate.oracles.eager import eager
@@ -361,6 +362,24 @@ def test_unconsumed_slots_and_padding() -> None:
         assert bool((gradient[free] == 0).all())
         assert bool((gradient[~free] > 0).all())
     assert torch.equal(got.out[p.rows :], got.out[:1].expand(p.total_comp - p.rows, -1))
+
+
+def test_chunks_are_as_small_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory stays flat: a chunk has the rows that its bytes allow, and at least one."""
+    seen: list[int] = []
+
+    def row_errors(inputs: Inputs, rows: slice) -> bound._RowErrors:
+        seen.append(rows.stop - rows.start)
+        return whole(inputs, rows)
+
+    whole = bound._row_errors
+    monkeypatch.setattr(bound, "_row_errors", row_errors)
+    inputs = make_inputs(PROBLEMS["2x2"])
+    row_bytes = 8 * bound._LIVE * inputs.problem.window * inputs.problem.head_dim
+    for chunk_bytes, most in ((1, 1), (row_bytes, 1), (4 * row_bytes, 4)):
+        seen.clear()
+        error_bound(inputs, chunk_bytes=chunk_bytes)
+        assert max(seen) == most and sum(seen) == inputs.problem.total_comp
 
 
 def test_chunks_do_not_matter() -> None:
