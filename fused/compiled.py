@@ -54,10 +54,13 @@ def configure(
     if on_gpu:
         schedule = schedule_of(direction, window, shape.head_dim // vec, shape.total_comp)
         head_dim = shape.head_dim if shape.head_dim in STATIC_HEAD_DIMS else None
-        # Addresses and portable powers take registers; so do 16 entries of one half, on compute capability 8.0.
+        # Addresses and portable powers take registers; so do 16 entries of one half, on compute capability 8.0, and four
+        # columns.
         crowded = head_dim is None or exp == "portable" or (coff == 1 and window > 128)
         if schedule.family == "streamed" and crowded:
             schedule = replace(schedule, min_blocks=1)
+        elif vec == 4:
+            schedule = replace(schedule, min_blocks=4)
     return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, schedule, head_dim)
 
 

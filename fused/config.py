@@ -18,8 +18,7 @@ STREAMED: dict[Direction, dict[int, tuple[int, int, int]]] = {
     "forward": {128: (16, 16, 5), 256: (16, 16, 3), 2 * MAX_RATIO: (8, 32, 2)},
     "backward": {128: (16, 16, 3), 256: (16, 16, 2), 2 * MAX_RATIO: (8, 32, 1)},
 }
-ROWS_EACH = 4  # of a streamed backward block, for a dape workspace that is small beside the gradients
-MANY_BLOCKS = 512  # that keep a large device busy with so many rows each
+ROWS_EACH = 2  # of a streamed backward block: one row writes twice the dape workspace, four take too many registers
 WARP = 32
 LONG_WINDOW = 32  # longer ones are streamed
 SHORT_WINDOW = 8  # longer ones have no schedule of their own for many rows
@@ -115,8 +114,7 @@ def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Sc
     """
     if window > LONG_WINDOW:
         width, shares, min_blocks = next(cut for longest, cut in STREAMED[direction].items() if window <= longest)
-        many = groups >= width and rows // ROWS_EACH * -(-groups // width) >= MANY_BLOCKS
-        rows_each = ROWS_EACH if many and direction == "backward" else 1
+        rows_each = ROWS_EACH if direction == "backward" else 1
         return Schedule("streamed", min(width, 1 << (groups - 1).bit_length()), shares, rows_each, min_blocks)
     if window > SCALAR_WINDOW:
         return Schedule("registers", 32, 4, 1, 1) if direction == "forward" else Schedule("registers", 8, 32, 1, 1)
@@ -127,7 +125,7 @@ def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Sc
             if many and window <= SHORT_WINDOW
             else Schedule("registers", 16, 16, 2, 1)
         )
-    return Schedule("registers", 32, 4, 4, 4) if many and window <= SHORT_WINDOW else Schedule("registers", 32, 8, 1, 1)
+    return Schedule("registers", 32, 4, 4, 6) if many and window <= SHORT_WINDOW else Schedule("registers", 32, 8, 1, 1)
 
 
 def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -> int:

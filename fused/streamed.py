@@ -35,9 +35,9 @@ def own_weights(
 ) -> tuple[cute.Tensor, cute.Tensor]:
     """The softmax weights of the thread's entries, (own, vec) fp32, and their values, (own, vec) in `storage`."""
     scores = load_own(config, score, place, block.ty, entry, storage(config))
+    values = load_own(config, kv, place, block.ty, entry, storage(config))
     bias = load_own_bias(config, ape, place.group, place.groups, block.ty)
     x = own_logits(config, scores, bias, place, block.ty)
-    values = load_own(config, kv, place, block.ty, entry, storage(config))
     top = block_highest(config, x, block)
     far = own_powers(config, x, top, score, ape, place, block.ty)
     own_divide(config, x, lane_sum(config, x, block), far)
@@ -155,22 +155,18 @@ def backward_kernel(
         total = fragments(own_entries(config), config)
         total.fill(0.0)
         cute.arch.sync_threads()
-        leaf = columns_of_part(config, leaves, part, groups)
-        for turn in cutlass.range(shape.rows_each):
-            local = turn if cutlass.const_expr(shape.rows_each < 4) else (turn & 1) * 2 + turn // 2
+        for local in cutlass.range(shape.rows_each):
             row = start + local * parts
-            dscore = fragments(own_entries(config), config)
             if row < rows:
                 place = place_of(row, codes[local], cutlass.min(group, groups - 1), groups)
                 weights, values = own_weights(config, kv, score, ape, place, block)
-                store_gradients(config, weights, values, grad_out, grad_kv, grad_score, dscore, place, inside, block)
+                store_gradients(config, weights, values, grad_out, grad_kv, grad_score, total, place, inside, block)
                 if inside:
                     lanes = Int32(shape.threads_y)
                     zero_after_last(config, grad_kv, grad_score, place, ends[local], block.ty, lanes)
-            else:
-                dscore.fill(0.0)
-            if inside:
-                add_to_part(config, dscore, turn, total, leaf, any_row(group, groups), block.ty)
+        if inside:
+            leaf = columns_of_part(config, leaves, part, groups)
+            _store_part(config, total, leaf, any_row(group, groups), block.ty)
     else:
         clear_rowless(config, cu_seqlens, grad_kv, grad_score, segments, total_tokens, groups, number, rowless_blocks)
 
@@ -183,12 +179,13 @@ def store_gradients(
     grad_out: cute.Tensor,
     grad_kv: cute.Tensor,
     grad_score: cute.Tensor,
-    dscore: cute.Tensor,
+    total: cute.Tensor,
     place: Place,
     inside: Boolean,
     block: Block,
 ) -> None:
-    """Write the gradients of the thread's entries of one row, and give dscore, (own, vec) fp32; 0 where invalid."""
+    """Write the gradients of the thread's entries of one row, and add their dscore to `total`, (own, vec) fp32."""
+    dscore = fragments(own_entries(config), config)
     go = fragments(1, config, storage(config))
     cute.autovec_copy(grad_out[row_entry(place), None], go[0, None])
     for i in cutlass.range_constexpr(own_entries(config)):
@@ -205,9 +202,7 @@ def store_gradients(
                 apply(dscore_of, config, (dscore, i), (weights, i), (sum_of_terms, 0), (dscore, i))
                 store_rounded(config, grad_score, at, same, (dscore, i))
                 store_rounded(config, grad_kv, at, dkv_of, (go, 0), (weights, i))
-        else:
-            for i in cutlass.const_expr(run):
-                dscore[i, None].fill(0.0)
+                apply(add, config, (total, i), (total, i), (dscore, i))
 
 
 def columns_of_part(config: Config, leaves: cute.Tensor, part: Int32, groups: Int32) -> cute.Tensor:
@@ -218,55 +213,9 @@ def columns_of_part(config: Config, leaves: cute.Tensor, part: Int32, groups: In
 
 
 @cute.jit
-def add_to_part(
-    config: Constexpr,
-    dscore: cute.Tensor,
-    turn: Int32,
-    total: cute.Tensor,
-    leaf: cute.Tensor,
-    place: Place,
-    ty: Int32,
-) -> None:
-    """Take in the dscore of a block's turn-th row, and write the part with the last: of four rows, (0 + 1) + (2 + 3).
-
-    A tree over four rows needs two sums; the second waits where the part goes at last.
-    """
-    each = config.schedule.rows_each
-    if cutlass.const_expr(each == 4):
-        if turn == 2:
-            _with_leaf(config, dscore, leaf, place, ty, _store_leaf)
-        else:
-            if turn == 3:
-                _with_leaf(config, dscore, leaf, place, ty, _add_leaf)
-            _add_own(config, total, dscore)
-    else:
-        _add_own(config, total, dscore)
-    if turn == each - 1:
-        _with_leaf(config, total, leaf, place, ty, _store_leaf)
-
-
-@cute.jit
-def _add_own(config: Constexpr, total: cute.Tensor, dscore: cute.Tensor) -> None:
-    for i in cutlass.range_constexpr(own_entries(config)):
-        apply(add, config, (total, i), (total, i), (dscore, i))
-
-
-@cute.jit
-def _with_leaf(
-    config: Constexpr, own: cute.Tensor, leaf: cute.Tensor, place: Place, ty: Int32, operation: Constexpr
-) -> None:
-    """Do `operation` for each of the thread's entries and its place in a part of a leaf."""
+def _store_part(config: Constexpr, total: cute.Tensor, leaf: cute.Tensor, place: Place, ty: Int32) -> None:
+    """Write the thread's sums of dscore over one part of a leaf."""
     for i in cutlass.range_constexpr(own_entries(config)):
         if i * config.schedule.threads_y + ty < config.window:
             half, k = entry_of(config, i, ty)
-            operation(config, own, i, leaf[bias_entry(config, place, half, k), None])
-
-
-def _store_leaf(config: Config, own: cute.Tensor, i: int, here: cute.Tensor) -> None:
-    cute.autovec_copy(own[i, None], here)
-
-
-def _add_leaf(config: Config, own: cute.Tensor, i: int, here: cute.Tensor) -> None:
-    stored = fragments(1, config)
-    cute.autovec_copy(here, stored[0, None])
-    apply(add, config, (own, i), (stored, 0), (own, i))
+            cute.autovec_copy(total[i, None], leaf[bias_entry(config, place, half, k), None])

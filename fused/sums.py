@@ -19,7 +19,7 @@ from .row import combine_accumulators, highest
 from .shares import Block, own_entries, warps
 from .window import fragments
 
-BATCH = 2  # terms of a serial sum
+BATCH = 8  # terms of a serial sum
 MOST_SUMS = 16  # accumulators that one thread combines in registers
 
 
@@ -71,7 +71,7 @@ def serial_sums(
     total = fragments(1, single)
     for at in cutlass.range(thread, stride, threads):
         total.fill(0.0)
-        if cutlass.const_expr(stride % WARP == 0 and count % (2 * BATCH) == 0 and config.window % lanes == 0):
+        if cutlass.const_expr(count % (2 * BATCH) == 0 and config.window % lanes == 0):
             # One batch of terms is loaded while the other is added.
             term = fragments(2 * BATCH, single)
             _load_batch(single, plane, at, stride, term, 0)
@@ -97,11 +97,8 @@ def block_sums(config: Constexpr, block: Block, lanes: Constexpr, sums: cute.Ten
 
 
 def _load_batch(config: Config, plane: cute.Tensor, at: Int32, stride: int, term: cute.Tensor, first: int) -> None:
-    """The barriers keep the loads together: a warp can wait for few things apart."""
-    cute.arch.sync_warp()
     for i in range(BATCH):
         cute.autovec_copy(plane[at + i * stride, None], term[first + i, None])
-    cute.arch.sync_warp()
 
 
 def _add_batch(config: Config, total: cute.Tensor, term: cute.Tensor, first: int) -> None:
