@@ -2,8 +2,8 @@
 
     python benchmarks/near_exhaustive.py    # a few seconds
 
-Tried are all fp32 values of [-44, 0] for `exp_near`, and all of [1, 2) for `reciprocal`, which other exponents only
-scale. Exits with status 1 if a value differs, or if `exp_near` declines one that is above -44.
+Tried are all fp32 values of [-43.668, 0] for `exp_near` (63 log(2) is 43.6683), and all of [1, 2) for `reciprocal`,
+which other exponents only scale. Exits with status 1 if a value differs, or if `exp_near` declines one of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cutlass.cute.runtime import from_dlpack
 from csa_gate.fused.arith import FAR, NEAREST, exp_near, reciprocal
 
 THREADS, EACH = 256, 256
-POWERS = 0x42300001  # values from -0 to -44, as many as their bit patterns
+POWERS = 0x422EAC09  # values from -0 to -43.668, as many as their bit patterns
 RECIPROCALS = 1 << 23
 
 

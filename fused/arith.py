@@ -115,7 +115,7 @@ def two_sum(a: Lane, b: Lane) -> tuple[Lane, Lane]:
 
 
 def exp_near(x: Float32) -> tuple[Float32, Int32]:
-    """CUDA's expf of −44 < x <= 0 in fewer instructions, and a number whose bit `FAR` is set for any other x, NaN too.
+    """CUDA's expf of −43.668 <= x <= 0 in fewer instructions, and a number whose bit `FAR` is set for other x, NaN too.
 
     expf takes x apart as n * log(2) + r and multiplies exp(r) by 2^n; where the power is no subnormal, adding n to the
     exponent does the same. The low bits of the number are −n.

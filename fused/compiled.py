@@ -54,8 +54,8 @@ def configure(
     if on_gpu:
         schedule = schedule_of(direction, window, shape.head_dim // vec, shape.total_comp)
         head_dim = shape.head_dim if shape.head_dim in STATIC_HEAD_DIMS else None
-        # Addresses and portable powers take registers; so do 16 entries of one half, on compute capability 8.0, and four
-        # columns.
+        # Addresses and portable powers take registers; so do four columns and, on compute capability 8.0, 16 entries of
+        # one half.
         crowded = head_dim is None or exp == "portable" or (coff == 1 and window > 128)
         if schedule.family == "streamed" and crowded:
             schedule = replace(schedule, min_blocks=1)
