@@ -28,7 +28,7 @@ _GRADIENTS = ("grad_kv", "grad_score")
 _OUTPUTS = ("out", *_GRADIENTS, "grad_ape")
 _COMPARED = {"deterministic": ("out", *_GRADIENTS), "dape_deterministic": ("grad_ape",)}
 _CHANCE = 3.0  # standard errors: one case in 700 for a kernel exactly as accurate as eager
-_SAMPLE = 32  # elements of grad_ape below which a standard error says little
+_SAMPLE = 8  # columns of out below which a standard error says little
 _OTHER_ORDER = (
     f"the result has the bits of the summation orders that `ordered` specifies: it is PyTorch {torch.__version__} that "
     "sums in other orders on this device"
@@ -178,10 +178,12 @@ def _error_bound(case: _Case) -> Iterator[Difference]:
 def _dape_accuracy(case: _Case) -> Iterator[Difference]:
     """Where the mean square error of grad_ape is above the eager reference's by more than chance explains.
 
-    Both errors are draws over the N elements: what rounding left of some terms may cancel in one and not in the
-    other, so that of two equally good sums either may come out ahead. With d the difference of the squared errors in
-    an element, mean(d) has the standard error std(d) / sqrt(N), and at most `_CHANCE` of these are let pass. This
-    tells a worse sum from an unlucky one; a single element that is far off is for the bound to find.
+    Both errors are draws: what rounding left of some terms may cancel in one and not in the other, so that of two
+    equally good sums either may come out ahead. The elements that belong to one column of out share its softmax, so
+    their errors are no draws of their own; the N columns are. With d the difference of the squared errors of a column,
+    mean(d) has the standard error std(d) / sqrt(N), and at most `_CHANCE` of these are let pass, or for few columns
+    what is as rare in Student's distribution (the first term of its expansion in 1 / (N - 1)). This tells a worse sum
+    from an unlucky one; a single element that is far off is for the bound to find.
     """
     got, truth = case.result.grad_ape, reference(case.inputs, "fp64").grad_ape
     eager = reference(case.inputs, "eager").grad_ape
@@ -189,8 +191,10 @@ def _dape_accuracy(case: _Case) -> Iterator[Difference]:
     if case.classes_judged:
         judged &= torch.isfinite(got)
     ours, theirs = (torch.where(judged, (t.double() - truth).abs(), 0.0) for t in (got, eager))
-    squares = (ours.square() - theirs.square())[judged]
-    if len(squares) < _SAMPLE or squares.mean() <= _CHANCE * squares.std() / len(squares) ** 0.5:
+    head_dim = case.inputs.problem.head_dim
+    squares = (ours.square() - theirs.square()).reshape(-1, head_dim).sum(dim=0)
+    chance = _CHANCE * (1 + (_CHANCE**2 + 1) / (4 * (head_dim - 1)))
+    if squares.mean() <= chance * squares.std() / head_dim**0.5:
         return
     rms, allowed = (e[judged].square().mean().sqrt().item() for e in (ours, theirs))
     note = f"rms error {rms:.6g}, the eager reference's {allowed:.6g}; bounds below are its error in that element"
@@ -247,7 +251,7 @@ def _applies(clause: str, inputs: Inputs) -> bool:
     if clause == "zero_slots":
         return bool((p.slots != Slot.CONSUMED).any())
     if clause == "dape_accuracy":
-        return p.ratio * p.width >= _SAMPLE
+        return p.head_dim >= _SAMPLE
     return clause not in ("forward_bits", "gradient_bits") or p.rows > 0
 
 
