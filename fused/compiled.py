@@ -19,6 +19,7 @@ from .checks import INT32_MAX, Shape
 from .config import (
     LEAF_ROWS,
     LOOP,
+    MAX_RATIO,
     STATIC_HEAD_DIMS,
     Config,
     Direction,
@@ -54,13 +55,10 @@ def configure(
     if on_gpu:
         schedule = schedule_of(direction, window, shape.head_dim // vec, shape.total_comp)
         head_dim = shape.head_dim if shape.head_dim in STATIC_HEAD_DIMS else None
-        # Addresses and portable powers take registers; so do four columns and, on compute capability 8.0, 16 entries of
-        # one half.
-        crowded = head_dim is None or exp == "portable" or (coff == 1 and window > 128)
+        # What takes more registers: addresses, portable powers, and 16 entries that lie in one half.
+        crowded = head_dim is None or exp == "portable" or (coff == 1 and ratio == MAX_RATIO)
         if schedule.family == "streamed" and crowded:
             schedule = replace(schedule, min_blocks=1)
-        elif vec == 4:
-            schedule = replace(schedule, min_blocks=4)
     return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, schedule, head_dim)
 
 

@@ -125,7 +125,7 @@ def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Sc
             if many and window <= SHORT_WINDOW
             else Schedule("registers", 16, 16, 2, 1)
         )
-    return Schedule("registers", 32, 4, 4, 6) if many and window <= SHORT_WINDOW else Schedule("registers", 32, 8, 1, 1)
+    return Schedule("registers", 32, 4, 4, 4) if many and window <= SHORT_WINDOW else Schedule("registers", 32, 8, 1, 1)
 
 
 def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -> int:

@@ -34,7 +34,7 @@ def fault(name: str, before: str, after: str, file: str = "api.py", **more: obje
 
 SURVIVES = fault("survives", "Pool every `ratio` tokens", "Pool all the tokens")
 FAILS_TO_IMPORT = fault("fails-to-import", "from . import compiled\n", "from . import nothing\n")
-FAILS_TO_COMPILE = fault("fails-to-compile", "return mul(mul(go, v), p)", "return mul(mul(go, v), q)", "window.py")
+FAILS_TO_COMPILE = fault("fails-to-compile", "return mul(mul(go, v), p)", "return mul(mul(go, v), q)", "row.py")
 RAISES = fault("raises", "    gradients = (", "    assert False, 'a fault'\n    gradients = (")
 DIES = "    import os, signal\n\n    os.kill(os.getpid(), signal.SIGSEGV)\n    gradients = ("
 DIES_UNMEANT = fault("dies", "    gradients = (", DIES)

@@ -19,7 +19,7 @@ from csa_gate.fixtures.drawn import FAMILIES
 from csa_gate.fixtures.kernels import load_kernel
 from csa_gate.oracles import Contract, Problem
 
-PLANTED = Path(__file__).with_name("planted.py")
+PLANTED = Path(__file__).with_name("outside") / "planted.py"
 CPU = torch.device("cpu")
 
 KERNELS = '''
@@ -112,7 +112,7 @@ def test_a_seed_gives_the_same_problems() -> None:
     [
         ("LeavesTails", "zero_slots"),
         ("ScalesInPlace", "memory"),
-        ("RoundsWeights", "error_bound"),
+        ("RoundsApe", "error_bound"),
         ("LeaksPadding", "row_padding"),
     ],
 )

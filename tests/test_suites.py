@@ -91,7 +91,7 @@ def test_what_cannot_be_compiled_or_read_is_skipped(
     """A skip, which the gate of a whole level counts as a claim that was not put to the test."""
     if not tool:
         monkeypatch.setattr(csa_gate.suites.static, "find_cuobjdump", _no_tool)
-    (report,) = run(pytester, kernel, ["test_compiled[sm_90a-sample]"])
+    (report,) = run(pytester, f"{PLANTED}:{kernel}", ["test_compiled[sm_90a-sample]"])
     assert report.skipped
     assert reason in str(report.longrepr)
     tally = Tally()
