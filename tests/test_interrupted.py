@@ -48,7 +48,14 @@ def start(folder: Path, here: str, *args: str) -> subprocess.Popen[str]:
     """A session whose test of `memory` runs `here`."""
     (folder / "test_gate.py").write_text(SLOW.replace("HERE", here))
     command = [sys.executable, "-m", "pytest", *BARE, MINE, *args]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=listen
+    )
+
+
+def listen() -> None:
+    """In a new process: what runs in a shell's background is started deaf to SIGINT, and so are its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(session: subprocess.Popen[str]) -> tuple[int, list[str]]:
@@ -193,6 +200,8 @@ def test_ctrl_c_waits_for_the_compiler() -> None:
 INTERRUPTED = """
 import os, signal, sys, traceback
 from csa_gate.fused import compiled, config
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def interrupt(frame, event, arg):  # as Ctrl-C would, in the middle of building the code
     if event == "call" and frame.f_code.co_name == "locate":
