@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--repeats: got {args.repeats}, need at least 1")
     chosen = choose(args.pack, kind)
     for option, path in (("--json", args.json), ("--picture", args.picture)):
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ValueError(f"{option}: got {path}, need a file in a folder that exists")
     if args.picture is not None:
         _bench_picture.require()

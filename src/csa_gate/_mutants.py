@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if workers < 1:
         raise ValueError(f"-n: got {workers}, need at least 1")
     for option, path in (("--json", args.json), ("--html", args.html)):
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ValueError(f"{option}: got {path}, need a file in a folder that exists")
     device = choose_device(args.device, load_kernel("fused")).type
     chosen = choose(CATALOGUE, args.expression)

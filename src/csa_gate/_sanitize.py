@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     sanitizer = find_sanitizer()
     choose_device("cuda", load_kernel(args.kernel))
-    if args.json is not None and not args.json.absolute().parent.is_dir():
+    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         raise ValueError(f"--json: got {args.json}, need a file in a folder that exists")
     which = "all" if args.all else "covering"
     if not args.self_check:

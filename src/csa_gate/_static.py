@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     tool is missing; nothing is written then.
     """
     find_cuobjdump()
-    if args.json is not None and not args.json.absolute().parent.is_dir():
+    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         raise ValueError(f"--json: got {args.json}, need a file in a folder that exists")
     compiler_of(args.kernel)
     archs = list(dict.fromkeys(args.arch or ARCHS))
