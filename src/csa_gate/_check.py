@@ -27,7 +27,7 @@ _SHOWN = tuple(c for c in CLAUSES if c in SINGLE_RUN or c in _RELATED)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    parser.add_argument("--kernel", required=True, help="eager, fused, fused-portable, package.module:attr or file.py:attr")
+    parser.add_argument("--kernel", required=True, help="eager, fused, fused-portable, package.module:attr, x.py:attr")
     parser.add_argument("--problem", required=True, help='"Problem(lens=(9, 5), ratio=4, coff=2, head_dim=64)"')
     parser.add_argument("--distribution", default="normal", choices=DISTRIBUTIONS)
     parser.add_argument("--seed", type=int, default=0)
