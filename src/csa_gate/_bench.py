@@ -24,6 +24,7 @@ from ._bench_measure import Row, measure
 from ._bench_packs import Pack, choose
 from ._bench_report import LEGEND, aims, table, targets
 from ._bench_subjects import EagerSubject, KernelSubject, PeerSubject, Subject
+from ._files import require_writable
 
 REPEATS = {"cuda": 20, "cpu": 7, "smoke": 3}
 SMOKE_ELEMENTS = 1 << 18  # of the copy on the CPU: a megabyte
@@ -56,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--repeats: got {args.repeats}, need at least 1")
     chosen = choose(args.pack, kind)
     for option, path in (("--json", args.json), ("--picture", args.picture)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ValueError(f"{option}: got {path}, need a file in a folder that exists")
+        require_writable(option, path)
     if args.picture is not None:
         _bench_picture.require()
     kernel = load_kernel(args.kernel)

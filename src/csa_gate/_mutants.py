@@ -14,6 +14,7 @@ from pathlib import Path
 from csa_gate.fixtures.kernels import choose_device, load_kernel
 from csa_gate.fixtures.mutants import CATALOGUE, SOURCE, Fault, misfit
 
+from ._files import require_writable
 from ._gate import LEVELS
 from ._mutants_report import Fate, as_json, html, line, table, verdict
 from ._mutants_session import SUITES, End, run_session
@@ -55,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if workers < 1:
         raise ValueError(f"-n: got {workers}, need at least 1")
     for option, path in (("--json", args.json), ("--html", args.html)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ValueError(f"{option}: got {path}, need a file in a folder that exists")
+        require_writable(option, path)
     device = choose_device(args.device, load_kernel("fused")).type
     chosen = choose(CATALOGUE, args.expression)
     misfits = [why for fault in chosen if (why := misfit(fault, SOURCE)) is not None]

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ._files import require_writable
 from ._toolkit import find_tool
 
 TOOLS: dict[str, tuple[str, str]] = {
@@ -88,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
     sanitizer = find_sanitizer()
     choose_device("cuda", load_kernel(args.kernel))
-    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
-        raise ValueError(f"--json: got {args.json}, need a file in a folder that exists")
+    require_writable("--json", args.json)
     which = "all" if args.all else "covering"
     if not args.self_check:
         _require_cases(which, args.substring)

@@ -22,6 +22,7 @@ from csa_gate.oracles import CLAUSES, Contract, Problem, Verdict
 
 from . import __version__
 from ._check import SINGLE_RUN, related_runs, single_run
+from ._files import require_writable
 
 _EACH_SHAPE = 8  # problems of one shape in a row, for a new shape has to be compiled
 _SHOWN = 10  # failures printed in full; the JSON file has all of them
@@ -49,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     seed = secrets.randbits(32) if args.seed is None else args.seed
     if not 0 <= seed < 2**64:
         raise ValueError(f"--seed: got {seed}, need an integer in [0, 2**64)")
-    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
-        raise ValueError(f"--json: got {args.json}, need a file in a folder that exists")
+    require_writable("--json", args.json)
     kernel = load_kernel(args.kernel)
     device = choose_device(args.device, kernel)
     soak = Soak(kernel, args.kernel, device, seed)

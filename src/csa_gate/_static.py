@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ._files import require_writable
 from ._static_cubin import LIMITS, WARP, find_cuobjdump
 from ._static_probe import Row, Which, compiler_of
 
@@ -58,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
     tool is missing; nothing is written then.
     """
     find_cuobjdump()
-    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
-        raise ValueError(f"--json: got {args.json}, need a file in a folder that exists")
+    require_writable("--json", args.json)
     compiler_of(args.kernel)
     archs = list(dict.fromkeys(args.arch or ARCHS))
     with ThreadPoolExecutor(AT_ONCE) as pool:
