@@ -21,6 +21,13 @@ def known_groups(config: Config, groups: Int32) -> Int32:
     return groups if config.head_dim is None else Int32(config.head_dim // config.vec)
 
 
+def known_column_blocks(config: Config, column_blocks: Int32) -> Int32:
+    """Blocks that share out a row's columns, likewise: a division by a constant costs little."""
+    if config.head_dim is None:
+        return column_blocks
+    return Int32(-(-config.head_dim // (config.vec * config.schedule.threads_x)))
+
+
 @cute.jit
 def locate_rows(
     config: Constexpr, cu_seqlens: cute.Tensor, cu_seqlens_comp: cute.Tensor, segments: Int32, start: Int32, step: int

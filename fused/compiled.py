@@ -53,7 +53,7 @@ def configure(
     softmax_lanes, pool_lanes = orders(window, shape.head_dim, rows)
     schedule, head_dim = LOOP, None
     if on_gpu:
-        schedule = schedule_of(direction, window, shape.head_dim // vec, shape.total_comp)
+        schedule = schedule_of(direction, window, shape.head_dim, vec, shape.total_comp)
         head_dim = shape.head_dim if shape.head_dim in STATIC_HEAD_DIMS else None
         # What takes more registers: addresses, portable powers, and 16 entries that lie in one half.
         crowded = head_dim is None or exp == "portable" or (coff == 1 and ratio == MAX_RATIO)

@@ -24,7 +24,11 @@ LONG_WINDOW = 32  # longer ones are streamed
 SHORT_WINDOW = 8  # longer ones have no schedule of their own for many rows
 SCALAR_WINDOW = 16  # longer windows take one column a thread on the GPU, for their registers
 STATIC_HEAD_DIMS = (128, 512)  # of production: compiled in on the GPU; all others share a function
-MANY_THREADS = 1 << 18  # rows times column groups that fill a large device with four rows a thread, or with two
+MANY_ELEMENTS = 1 << 19  # of out, from which on whole leaves a backward block fill a large device
+# Elements of out from which on a forward thread takes several rows, fetching ahead, and how many: enough for a block's
+# start to be forgotten, and few enough to leave each of 132 multiprocessors two blocks or three.
+ROWS_AHEAD = {3 << 20: 16, 1 << 20: 8, 3 << 18: 4}
+STAGES = 2  # rows of a thread that are on their way from memory at a time
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,11 @@ class Schedule:
     threads_y: int
     rows_each: int
     min_blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return self.threads_x * self.threads_y
 
     @property
     def rows(self) -> int:
@@ -87,6 +96,15 @@ class Config:
         return tuple(range(self.vec)) if self.column is None else (self.column,)
 
     @property
+    def stages(self) -> int:
+        """Rows of a thread that are on their way from memory at a time; 0 if it loads each as it comes to it.
+
+        Copies past the registers are of 4 bytes at least, and so of two columns.
+        """
+        several = self.schedule.family == "registers" and self.schedule.rows_each >= min(ROWS_AHEAD.values())
+        return STAGES if several and self.vec > 1 else 0
+
+    @property
     def fast(self) -> bool:
         """Whether powers and quotients have a fast path, which CUDA's own exp has on the GPU."""
         return self.on_gpu and self.exp == "native"
@@ -106,8 +124,8 @@ class Config:
         return self.schedule.family != "loop"
 
 
-def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Schedule:
-    """The GPU schedule of a call of `rows` rows of `groups` column groups.
+def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows: int) -> Schedule:
+    """The GPU schedule of a call of `rows` rows, of which a thread takes `vec` columns.
 
     A backward block of the register family is one leaf of the dape tree: its row lanes times the one or two rows of a
     thread are `LEAF_ROWS`.
@@ -115,17 +133,17 @@ def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Sc
     if window > LONG_WINDOW:
         width, shares, min_blocks = next(cut for longest, cut in STREAMED[direction].items() if window <= longest)
         rows_each = ROWS_EACH if direction == "backward" else 1
-        return Schedule("streamed", min(width, 1 << (groups - 1).bit_length()), shares, rows_each, min_blocks)
+        return Schedule("streamed", min(width, 1 << (head_dim // vec - 1).bit_length()), shares, rows_each, min_blocks)
     if window > SCALAR_WINDOW:
         return Schedule("registers", 32, 4, 1, 1) if direction == "forward" else Schedule("registers", 8, 32, 1, 1)
-    many = rows * groups >= MANY_THREADS
     if direction == "backward":
-        return (
-            Schedule("registers", 16, 32, 1, 2)
-            if many and window <= SHORT_WINDOW
-            else Schedule("registers", 16, 16, 2, 1)
-        )
-    return Schedule("registers", 32, 4, 4, 4) if many and window <= SHORT_WINDOW else Schedule("registers", 32, 8, 1, 1)
+        if window <= SHORT_WINDOW and rows * head_dim >= MANY_ELEMENTS:
+            return Schedule("registers", 16, 32, 1, 2)
+        return Schedule("registers", 16, 16, 2, 1)
+    if window > SHORT_WINDOW:
+        return Schedule("registers", 32, 8, 1, 1)
+    rows_each = next((count for least, count in ROWS_AHEAD.items() if rows * head_dim >= least), 1)
+    return Schedule("registers", 32, 4, rows_each, 4) if rows_each > 1 else Schedule("registers", 32, 8, 1, 4)
 
 
 def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -> int:
@@ -133,7 +151,8 @@ def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -
     if SCALAR_WINDOW < window <= LONG_WINDOW:
         return 1
     # The fewer instructions of four pay where there is work enough for as many threads.
-    return 4 if direction == "forward" and window <= SHORT_WINDOW and rows * head_dim >= 4 * MANY_THREADS else 2
+    many = rows * head_dim >= min(ROWS_AHEAD)
+    return 4 if direction == "forward" and window <= SHORT_WINDOW and many else 2
 
 
 def orders(window: int, head_dim: int, rows: int | None) -> tuple[int, int]:

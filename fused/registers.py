@@ -8,9 +8,10 @@ from cutlass import Constexpr, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from .arith import add, apply
-from .block import clear_rowless, known_groups, locate_rows
+from .block import clear_rowless, known_column_blocks, known_groups, locate_rows
 from .config import LEAF_ROWS
 from .gaps import zero_after_last
+from .ring import Ring, enter_ring, fetch, ring_entry, wait
 from .row import backward_row, forward_row, halving_tree
 from .window import ape_entry, fragments, load_bias, place_of
 
@@ -32,7 +33,7 @@ def forward_kernel(
     config: Constexpr,
 ) -> None:
     shape = config.schedule
-    groups = known_groups(config, groups)
+    groups, column_blocks = known_groups(config, groups), known_column_blocks(config, column_blocks)
     tx, ty, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     start = block // column_blocks * shape.rows
@@ -41,11 +42,45 @@ def forward_kernel(
     # A thread past the last column computes the last one's bias, which it does not use.
     bias = load_bias(config, ape, cutlass.min(group, groups - 1), groups)
     cute.arch.sync_threads()
+    if cutlass.const_expr(config.stages > 0):
+        ring = enter_ring(config)
+    for i in cutlass.range_constexpr(config.stages):
+        _fetch_row(config, kv, score, ring, codes, start, total_comp, group, groups, Int32(i))
     for i in cutlass.range(shape.rows_each):
+        if cutlass.const_expr(config.stages > 0):
+            wait(config)
         local = i * shape.threads_y + ty
         row = start + local
         if row < total_comp and group < groups:
-            forward_row(config, kv, score, bias, out, place_of(row, codes[local], group, groups))
+            place = place_of(row, codes[local], group, groups)
+            if cutlass.const_expr(config.stages > 0):
+                forward_row(config, ring.kv, ring.score, bias, out, place, ring_entry(ring, i))
+            else:
+                forward_row(config, kv, score, bias, out, place)
+        if cutlass.const_expr(config.stages > 0):
+            _fetch_row(config, kv, score, ring, codes, start, total_comp, group, groups, i + config.stages)
+
+
+@cute.jit
+def _fetch_row(
+    config: Constexpr,
+    kv: cute.Tensor,
+    score: cute.Tensor,
+    ring: Ring,
+    codes: cute.Tensor,
+    start: Int32,
+    total_comp: Int32,
+    group: Int32,
+    groups: Int32,
+    i: Int32,
+) -> None:
+    """Start copying the thread's i-th row, if it has one; a group of copies ends here in any case."""
+    shape = config.schedule
+    _, ty, _ = cute.arch.thread_idx()
+    local = i * shape.threads_y + ty
+    if i < shape.rows_each and start + local < total_comp and group < groups:
+        fetch(config, kv, score, ring, place_of(start + local, codes[local], group, groups), i)
+    cute.arch.cp_async_commit_group()
 
 
 @cute.kernel
@@ -68,7 +103,7 @@ def backward_kernel(
     config: Constexpr,
 ) -> None:
     shape = config.schedule
-    groups = known_groups(config, groups)
+    groups, column_blocks = known_groups(config, groups), known_column_blocks(config, column_blocks)
     tx, ty, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     # As many blocks a leaf as there are column blocks; the others clear what has no row.

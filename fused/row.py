@@ -86,11 +86,17 @@ def near_divide(config: Constexpr, start: Constexpr, stop: Constexpr, x: cute.Te
 
 @cute.jit
 def softmax(
-    config: Constexpr, scores: cute.Tensor, score: cute.Tensor, bias: cute.Tensor, place: Place, start: Constexpr
+    config: Constexpr,
+    scores: cute.Tensor,
+    score: cute.Tensor,
+    bias: cute.Tensor,
+    place: Place,
+    start: Constexpr,
+    index: Constexpr,
 ) -> cute.Tensor:
     """Weights of a row's window from `start` on, (window, vec) fp32, summed in softmax order.
 
-    scores: as `load_window` gives them; score: where from.
+    scores: as `load_window` gives them; score, index: where from.
     """
     stop = cutlass.const_expr(config.window)
     x = add_bias(config, start, stop, scores, bias)
@@ -101,7 +107,7 @@ def softmax(
             near_divide(config, start, stop, x, lane_sum(config, x, start))
         else:
             # Loaded anew, so that registers need not keep what is hardly ever needed.
-            exact = add_bias(config, start, stop, load_window(config, score, place, start), bias)
+            exact = add_bias(config, start, stop, load_window(config, score, place, start, index), bias)
             to_powers(config, start, stop, exact, top)
             divide(config, start, stop, exact, lane_sum(config, exact, start))
             for k in cutlass.range_constexpr(start, stop):
@@ -158,15 +164,21 @@ def halving_tree(config: Constexpr, values: cute.Tensor, count: Constexpr, each:
 
 @cute.jit
 def forward_row(
-    config: Constexpr, kv: cute.Tensor, score: cute.Tensor, bias: cute.Tensor, out: cute.Tensor, place: Place
+    config: Constexpr,
+    kv: cute.Tensor,
+    score: cute.Tensor,
+    bias: cute.Tensor,
+    out: cute.Tensor,
+    place: Place,
+    index: Constexpr = entry,
 ) -> None:
-    """Write one row's column group of out; `bias` as `load_bias` gives it."""
+    """Write one row's column group of out; `bias` as `load_bias` gives it, `index` where kv and score have an entry."""
     if cutlass.const_expr(config.coff == 1):
-        _forward_row(config, kv, score, bias, out, place, 0)
+        _forward_row(config, kv, score, bias, out, place, 0, index)
     elif place.first:
-        _forward_row(config, kv, score, bias, out, place, own_block(config))
+        _forward_row(config, kv, score, bias, out, place, own_block(config), index)
     else:
-        _forward_row(config, kv, score, bias, out, place, 0)
+        _forward_row(config, kv, score, bias, out, place, 0, index)
 
 
 @cute.jit
@@ -178,11 +190,12 @@ def _forward_row(
     out: cute.Tensor,
     place: Place,
     start: Constexpr,
+    index: Constexpr,
 ) -> None:
-    scores, values = load_window(config, score, place, start), load_window(config, kv, place, start)
+    scores, values = load_window(config, score, place, start, index), load_window(config, kv, place, start, index)
     pooled = fragments(1, config)
     for one in config.each_column():
-        weights = softmax(one, scores, score, bias, place, start)
+        weights = softmax(one, scores, score, bias, place, start, index)
         apply(same, one, (pooled, 0), (pool_sum(one, weights, values, start), 0))
     store_rounded(config, out, row_entry(place), same, (pooled, 0))
 
@@ -198,17 +211,18 @@ def backward_row(
     grad_score: cute.Tensor,
     dscore: cute.Tensor,
     place: Place,
+    index: Constexpr = entry,
 ) -> None:
     """Write one row's column group of grad_kv and grad_score, and its fp32 dscore to `dscore`, (window, vec)."""
     tensors = kv, score, bias, grad_out, grad_kv, grad_score, dscore
     if cutlass.const_expr(config.coff == 1):
-        _backward_row(config, *tensors, place, 0)
+        _backward_row(config, *tensors, place, 0, index)
     elif place.first:
         for k in cutlass.range(own_block(config), unroll_full=config.on_gpu):
             dscore[k, None].fill(0.0)
-        _backward_row(config, *tensors, place, own_block(config))
+        _backward_row(config, *tensors, place, own_block(config), index)
     else:
-        _backward_row(config, *tensors, place, 0)
+        _backward_row(config, *tensors, place, 0, index)
 
 
 @cute.jit
@@ -223,13 +237,14 @@ def _backward_row(
     dscore: cute.Tensor,
     place: Place,
     start: Constexpr,
+    index: Constexpr,
 ) -> None:
-    scores, values = load_window(config, score, place, start), load_window(config, kv, place, start)
+    scores, values = load_window(config, score, place, start, index), load_window(config, kv, place, start, index)
     go = fragments(1, config, storage(config))
     cute.autovec_copy(grad_out[row_entry(place), None], go[0, None])
     dkv = fragments(config.window, config, storage(config))
     for one in config.each_column():
-        weights = softmax(one, scores, score, bias, place, start)
+        weights = softmax(one, scores, score, bias, place, start, index)
         for k in cutlass.range(start, config.window, unroll_full=config.on_gpu):
             apply(term_of, one, (dscore, k), (go, 0), (values, k), (weights, k))
         total = lane_sum(one, dscore, start)

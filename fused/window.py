@@ -78,16 +78,22 @@ def locate(
     The first is its first own token, or −1 − token if the row is its segment's first block, which padding rows are
     too: −1. The second is the end of the segment if the row is its last one, else −1.
     """
+    # No load waits for more than the search: every wait on memory here holds up a whole block.
+    last = cu_seqlens_comp[segments]
+    segment = find_segment(cu_seqlens_comp, segments, row)
+    following = cutlass.min(segment + 1, segments)
+    block = row - cu_seqlens_comp[segment]
+    stop = cu_seqlens_comp[following]
+    token = cu_seqlens[segment] + block * config.ratio
+    segment_end = cu_seqlens[following]
     code = Int32(-1)
     end = Int32(-1)
-    if row < cu_seqlens_comp[segments]:
-        segment = find_segment(cu_seqlens_comp, segments, row)
-        block = row - cu_seqlens_comp[segment]
-        code = cu_seqlens[segment] + block * config.ratio
+    if row < last:
+        code = token
         if block == 0:
-            code = -1 - code
-        if row + 1 == cu_seqlens_comp[segment + 1]:
-            end = cu_seqlens[segment + 1]
+            code = -1 - token
+        if row + 1 == stop:
+            end = segment_end
     return code, end
 
 
@@ -116,12 +122,14 @@ def own_block(config: Config) -> int:
 
 
 @cute.jit
-def load_window(config: Constexpr, memory: cute.Tensor, place: Place, start: Constexpr) -> cute.Tensor:
+def load_window(
+    config: Constexpr, memory: cute.Tensor, place: Place, start: Constexpr, index: Constexpr = entry
+) -> cute.Tensor:
     """A row's window of kv or score, (window, vec) in `storage`, of which entries from `start` on exist."""
     window = fragments(config.window, config, storage(config))
     for half in cutlass.range_constexpr(start // config.ratio, config.coff):
         for k in cutlass.range(config.ratio, unroll_full=config.on_gpu):
-            cute.autovec_copy(memory[entry(config, place, half, k), None], window[half * config.ratio + k, None])
+            cute.autovec_copy(memory[index(config, place, half, k), None], window[half * config.ratio + k, None])
     return window
 
 

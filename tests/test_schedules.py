@@ -37,9 +37,9 @@ def another(monkeypatch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     added = Schedule("registers", 64, 2, 2, 3)
     shipped = compiled.schedule_of
 
-    def schedule_of(direction: Direction, window: int, groups: int, rows: int) -> Schedule:
+    def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows: int) -> Schedule:
         ours = direction == "forward" and 5 <= window <= 12 and 300 <= rows < 700
-        return added if ours else shipped(direction, window, groups, rows)
+        return added if ours else shipped(direction, window, head_dim, vec, rows)
 
     monkeypatch.setattr(compiled, "schedule_of", schedule_of)
     schedules._config.cache_clear()
@@ -59,9 +59,7 @@ def test_cases_follow_a_new_schedule(another: Schedule) -> None:
     """They are derived, at its edges along the rows and the window."""
     table = edge_cases()
     assert not missing(table)
-    at = {
-        (c.problem.window, c.problem.total_comp) for c in table if ("forward", another) in schedules_of(c.problem)
-    }
+    at = {(c.problem.window, c.problem.total_comp) for c in table if ("forward", another) in schedules_of(c.problem)}
     assert {(5, 300), (5, 301), (12, 300)} <= at
     assert (5, 299) in {(c.problem.window, c.problem.total_comp) for c in table}
     assert {4, 13, 14} & {c.problem.window for c in table}
