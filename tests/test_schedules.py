@@ -45,7 +45,8 @@ def unfit(direction: Direction, s: Schedule) -> list[str]:
     if direction == "backward":
         # A thread adds its rows one after the other, which is a step of the halving tree for two of them alone.
         needs["a thread has one or two rows"] = s.rows_each in (1, 2)
-        needs["blocks make up a leaf"] = s.rows == LEAF_ROWS if s.family == "registers" else LEAF_ROWS % s.rows == 0
+        needs["parts make up a leaf"] = s.leaf_parts * s.rows == LEAF_ROWS
+        needs["a block of registers is a leaf"] = s.family == "streamed" or s.rows == LEAF_ROWS
     elif s.family == "streamed":
         needs["a block has one row"] = s.rows == 1
     return [need for need, met in needs.items() if not met]
@@ -83,7 +84,8 @@ def test_the_kernels_can_run_every_schedule() -> None:
         ("forward", Schedule("streamed", 8, 32, 2, 2), ["a block has one row"]),
         ("forward", Schedule("registers", 64, 32, 1, 1), ["a block has 1024 threads at most"]),
         ("forward", Schedule("registers", 2, 4, 4, 1), ["each row has a thread to locate it"]),
-        ("backward", Schedule("registers", 16, 16, 1, 1), ["blocks make up a leaf"]),
+        ("backward", Schedule("registers", 16, 16, 1, 1), ["a block of registers is a leaf"]),
+        ("backward", Schedule("registers", 8, 33, 1, 1), ["parts make up a leaf", "a block of registers is a leaf"]),
         ("backward", Schedule("registers", 16, 8, 4, 1), ["a thread has one or two rows"]),
     ],
 )
