@@ -34,7 +34,7 @@ MODULES = {
     "fused": ("window", "gaps", "ape", "arith", "config", "cpu"),
     "oracles": ("ordered", "orders", "windows", "problem", "fp32", "fp64", "bound", "judge"),
 }
-OWN_TESTS = {"config": "schedules"}  # of modules whose tests have another name
+OWN_TESTS = {"config": ("schedules", "fused_api")}  # of modules whose tests have other names
 ANNOTATIONS = "ReplaceBinaryOperator_BitOr"  # `|` stands in type hints alone, which nobody evaluates
 TIMEOUT = 1800.0  # seconds
 
@@ -65,9 +65,9 @@ def command(tree: Path, module: str) -> str:
         f"cd {shlex.quote(str(tree / 'empty'))}",
         f"{pytest} --pyargs csa_gate.suites -m L0 --csa-device=cpu",
     ]
-    tests = f"tests/test_{OWN_TESTS.get(module, module)}.py"
-    if (tree / tests).exists():
-        words += ["cd ..", f"{pytest} {tests}"]
+    tests = [f"tests/test_{name}.py" for name in OWN_TESTS.get(module, (module,))]
+    if all((tree / test).exists() for test in tests):
+        words += ["cd ..", f"{pytest} {' '.join(tests)}"]
     return f"sh -c {shlex.quote(' && '.join(words))}"
 
 
