@@ -4,8 +4,9 @@
 
 The faults of `python -m csa_gate mutants` were thought of; these were not. cosmic-ray makes them, one at a time, in a
 copy of the tree: half of them in `fused`, half in `oracles`, at most one at a place. A change is noticed if L0 fails,
-or else the module's own tests, tests/test_MODULE.py, if there are any. Those that nobody notices are printed as diffs,
-to be looked at: docs/mutants.md has what was made of them. Exits with 0; with 2 where the unchanged copy fails.
+or else the module's own tests (tests/test_MODULE.py or what `OWN_TESTS` has), if there are any. Those that nobody
+notices are printed as diffs, to be looked at: docs/mutants.md has what was made of them. Exits with 0; with 2 where the
+unchanged copy fails.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ MODULES = {
     "fused": ("window", "gaps", "ape", "arith", "config", "cpu"),
     "oracles": ("ordered", "orders", "windows", "problem", "fp32", "fp64", "bound", "judge"),
 }
+OWN_TESTS = {"config": ("schedules", "fused_api")}  # of modules whose tests have other names
 ANNOTATIONS = "ReplaceBinaryOperator_BitOr"  # `|` stands in type hints alone, which nobody evaluates
 TIMEOUT = 1800.0  # seconds
 
@@ -63,8 +65,9 @@ def command(tree: Path, module: str) -> str:
         f"cd {shlex.quote(str(tree / 'empty'))}",
         f"{pytest} --pyargs csa_gate.suites -m L0 --csa-device=cpu",
     ]
-    if (tree / "tests" / f"test_{module}.py").exists():
-        words += ["cd ..", f"{pytest} tests/test_{module}.py"]
+    tests = [f"tests/test_{name}.py" for name in OWN_TESTS.get(module, (module,))]
+    if all((tree / test).exists() for test in tests):
+        words += ["cd ..", f"{pytest} {' '.join(tests)}"]
     return f"sh -c {shlex.quote(' && '.join(words))}"
 
 

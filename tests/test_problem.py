@@ -101,6 +101,11 @@ def test_geometry_equals_a_walk_over_the_tokens(problem: Problem) -> None:
     check(problem)
 
 
+def test_kinds_of_slots_are_told_apart() -> None:
+    """Two of one number would be one member, which equals itself in every comparison above."""
+    assert len(Slot) == len(Slot.__members__)
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     ratio = draw(st.integers(1, 5))

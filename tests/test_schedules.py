@@ -11,7 +11,7 @@ import pytest
 from csa_gate.fixtures import cases, schedules
 from csa_gate.fixtures.schedules import SCHEDULES, Scheduled, covering, edge_cases, scheduled, schedules_of
 from csa_gate.fused import compiled
-from csa_gate.fused.config import LEAF_ROWS, Direction, Schedule
+from csa_gate.fused.config import LEAF_ROWS, WARP, Direction, Schedule
 from csa_gate.oracles import Problem
 
 RATIOS = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128, 129, 200, 256)
@@ -29,6 +29,27 @@ def missing(table: tuple[cases.Case, ...]) -> dict[Scheduled, tuple[int, int, in
     """The part of `reachable` that no L1 case of a table reaches."""
     reached = {found for case in table if case.level == "L1" for found in schedules_of(case.problem)}
     return {found: shape for found, shape in reachable().items() if found not in reached}
+
+
+def unfit(direction: Direction, s: Schedule) -> list[str]:
+    """What the kernels take for granted about a schedule and this one lacks; only a GPU would show it otherwise."""
+    threads = s.threads_x * s.threads_y
+    needs = {
+        "a block has 1024 threads at most": threads <= 1024,
+        "each row has a thread to locate it": s.rows <= threads,
+    }
+    if s.family == "streamed":
+        # `block_highest`: the threads of a column group lie a power of two apart, in every warp alike.
+        needs["column groups divide a warp"] = WARP % s.threads_x == 0
+        needs["warps are whole"] = threads % WARP == 0 or WARP % threads == 0
+    if direction == "backward":
+        # A thread adds its rows one after the other, which is a step of the halving tree for two of them alone.
+        needs["a thread has one or two rows"] = s.rows_each in (1, 2)
+        needs["parts make up a leaf"] = s.leaf_parts * s.rows == LEAF_ROWS
+        needs["a block of registers is a leaf"] = s.family == "streamed" or s.rows == LEAF_ROWS
+    elif s.family == "streamed":
+        needs["a block has one row"] = s.rows == 1
+    return [need for need, met in needs.items() if not met]
 
 
 @pytest.fixture
@@ -49,6 +70,27 @@ def another(monkeypatch: pytest.MonkeyPatch) -> Iterator[Schedule]:
 
 def test_every_schedule_is_run_at_l1() -> None:
     assert not missing(SCHEDULES)
+
+
+def test_the_kernels_can_run_every_schedule() -> None:
+    assert not {found: lacks for found in reachable() if (lacks := unfit(*found))}
+
+
+@pytest.mark.parametrize(
+    ("direction", "schedule", "lacks"),
+    [
+        ("forward", Schedule("streamed", 9, 32, 1, 2), ["column groups divide a warp"]),
+        ("forward", Schedule("streamed", 8, 5, 1, 2), ["warps are whole"]),
+        ("forward", Schedule("streamed", 8, 32, 2, 2), ["a block has one row"]),
+        ("forward", Schedule("registers", 64, 32, 1, 1), ["a block has 1024 threads at most"]),
+        ("forward", Schedule("registers", 2, 4, 4, 1), ["each row has a thread to locate it"]),
+        ("backward", Schedule("registers", 16, 16, 1, 1), ["a block of registers is a leaf"]),
+        ("backward", Schedule("registers", 8, 33, 1, 1), ["parts make up a leaf", "a block of registers is a leaf"]),
+        ("backward", Schedule("registers", 16, 8, 4, 1), ["a thread has one or two rows"]),
+    ],
+)
+def test_a_schedule_that_no_kernel_can_run_is_seen(direction: Direction, schedule: Schedule, lacks: list[str]) -> None:
+    assert unfit(direction, schedule) == lacks
 
 
 def test_a_schedule_without_a_case_is_missed(another: Schedule) -> None:
