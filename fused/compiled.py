@@ -56,8 +56,7 @@ def configure(
         schedule = schedule_of(direction, window, shape.head_dim, vec, shape.total_comp)
         head_dim = shape.head_dim if shape.head_dim in STATIC_HEAD_DIMS else None
         # What takes more registers: addresses, portable powers, and 16 entries that lie in one half.
-        crowded = head_dim is None or exp == "portable" or (coff == 1 and ratio == MAX_RATIO)
-        if schedule.family == "streamed" and crowded:
+        if head_dim is None or exp == "portable" or (coff == 1 and ratio == MAX_RATIO):
             schedule = replace(schedule, min_blocks=1)
     return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, schedule, head_dim)
 
