@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from csa_gate import __version__
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("csa_gate._check", "judge one kernel on one problem"),
     "vectors": ("csa_gate._vectors", "make the golden vectors, or check them"),
@@ -38,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"{prog} COMMAND --help says what a command takes",
     )
+    overview.add_argument("--version", action="version", version=f"csa-gate {__version__}")
     overview.add_argument("command", metavar="COMMAND", choices=COMMANDS)
     command = overview.parse_args(argv[:1]).command
     module, text = COMMANDS[command]
