@@ -195,13 +195,15 @@ def _check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
 
 
 def check_tensor(name: str, tensor: object) -> None:
-    """Raise ValueError unless `tensor` is a strided tensor with memory that int32 offsets reach."""
+    """Raise ValueError unless `tensor` is a strided tensor whose values lie in memory that int32 offsets reach."""
     require_tensors(**{name: tensor})
     assert isinstance(tensor, Tensor)
     if isinstance(tensor, FakeTensor):
         raise ValueError(f"{name}: got a FakeTensor, need one with memory")
     if tensor.is_nested or tensor.layout != torch.strided:
         raise ValueError(f"{name}: got {'a nested tensor' if tensor.is_nested else tensor.layout}, need torch.strided")
+    if tensor.is_neg():
+        raise ValueError(f"{name}: got a view with torch's negative bit, need its values in memory (resolve_neg())")
     if tensor.numel() > INT32_MAX:
         raise ValueError(f"{name}: got {tensor.numel()} elements, need at most {INT32_MAX} (int32 offsets)")
 

@@ -72,7 +72,8 @@ def rerun(direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors:
 
     What the key leaves open, dtypes, devices, strides, alignment and the other shapes, the compiled function checks
     itself before it launches; its objections are left to the caller's own checks, which name the argument. So is what
-    it does not see: numbers that only equal the key's (True, 4.0), outputs that require grad, all that debug mode asks.
+    it does not see: numbers that only equal the key's (True, 4.0), outputs that require grad, tensors with torch's
+    negative bit, all that debug mode asks.
     """
     if checks.DEBUG or type(ratio) is not int or type(coff) is not int:
         return False
@@ -80,6 +81,8 @@ def rerun(direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors:
         if type(tensors[0]) not in _PLAIN or tensors[-1].requires_grad:
             return False
         if direction == "backward" and (tensors[6].requires_grad or tensors[7].requires_grad):
+            return False
+        if any(map(Tensor.is_neg, tensors)):
             return False
         plan = _PLANS.get(_plan_key(direction, ratio, coff, exp, tensors))
         if plan is None:

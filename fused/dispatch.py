@@ -103,8 +103,12 @@ def _why_not(
             return f"{name} is {tensor.dtype}, not {dtype}"
         if tensor.is_nested or tensor.layout != torch.strided or not tensor.is_contiguous():
             return f"{name} is not contiguous"
-        if not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor) and is_misaligned(tensor):
+        if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):  # the rest takes a tensor with memory
+            continue
+        if is_misaligned(tensor):
             return f"{name} starts at an address that is no multiple of its element's size"
+        if tensor.is_neg():
+            return f"{name} is a view with torch's negative bit"
     if kv.dim() != 2 and (kv.dim() != 3 or kv.shape[1] != 1):
         return "kv is neither (tokens, columns) nor (tokens, 1, columns)"
     if not kv.shape[-1]:

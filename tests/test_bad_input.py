@@ -112,6 +112,11 @@ LAYOUTS = [
         Row(name, lambda t: t.detach().requires_grad_(), rf"{name}: got a tensor that requires grad, need one that")
         for name in ("out", *GRADIENTS)
     ),
+    *(
+        Row(name, torch._neg_view, rf"(out|{name}): got a view with torch's negative bit, need its values in memory",
+            but=("compress_thd",))
+        for name in (*TENSORS, "grad_out", "out", *GRADIENTS)
+    ),
 ]  # fmt: skip
 MISALIGNED = [  # memory of Python's own
     Row(name, _misaligned, rf"{name}: got address 0x[0-9a-f]+, need one aligned to \d bytes")

@@ -85,6 +85,7 @@ DECLINED: list[tuple[str, Any, str]] = [
     ("kv", lambda t: t.flatten()[0], r"kv is neither (tokens, columns) nor (tokens, 1, columns)"),
     ("kv", lambda t: t[:, :0], r"kv has no columns"),
     ("ape", _misaligned, r"ape starts at an address that is no multiple of its element's size"),
+    *((name, torch._neg_view, f"{name} is a view with torch's negative bit") for name in NAMES),
     ("kv", lambda t: t.view(14, 2, 16), r"kv is neither (tokens, columns) nor (tokens, 1, columns)"),
     ("kv", lambda t: t.to("meta"), r"kv is on a meta device, not cpu or cuda"),
     ("kv", lambda t: t[:3], r"kv has fewer tokens than ratio, so that there is nothing that padding rows could pool"),
