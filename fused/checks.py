@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .config import MAX_RATIO
+from .config import LEAF_ROWS, MAX_RATIO
 
 INPUTS = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
 INT32_MAX = 2**31 - 1
@@ -221,6 +221,19 @@ def check_devices(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.device != device:
             raise ValueError(f"{name}: got device {tensor.device}, need {device}, where kv is")
+
+
+def workspace_elements(rows: int, leaf_parts: int, entries: int) -> int:
+    """fp32 elements of the backward's workspace: for each leaf of grad_ape's sum its parts, each as long as ape.
+
+    Like all else they have to be in reach of int32 offsets.
+
+    Args:
+        rows: of grad_out.
+        leaf_parts: `Schedule.leaf_parts`.
+        entries: elements of ape.
+    """
+    return -(-rows // LEAF_ROWS) * leaf_parts * entries
 
 
 def is_misaligned(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fak
 from torch import Tensor
 
 from . import checks, cpu, gpu
-from .checks import INT32_MAX, Shape
+from .checks import INT32_MAX, Shape, workspace_elements
 from .config import (
     LEAF_ROWS,
     LOOP,
@@ -107,7 +107,7 @@ def run(direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp | No
     config = configure(
         direction, ratio, coff, shape, exp or default_exp(kv.device), kv.device, tensors[:3] + tensors[5:]
     )
-    leaves = -(-shape.total_comp // LEAF_ROWS) * config.schedule.leaf_parts * tensors[2].numel()
+    leaves = workspace_elements(shape.total_comp, config.schedule.leaf_parts, tensors[2].numel())
     if direction == "backward" and leaves > INT32_MAX:
         raise ValueError(
             f"grad_out: got {shape.total_comp} rows, whose workspace has {leaves} elements, "
