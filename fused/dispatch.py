@@ -93,6 +93,7 @@ def _why_not(
         return f"ratio is {ratio!r}, not from 1 to {MAX_RATIO}"
     if not is_integer(coff) or coff not in (1, 2):
         return f"coff is {coff!r}, not 1 or 2"
+    ratio, coff = int(ratio), int(coff)  # NumPy's would overflow
     for name, tensor, dtype in (
         ("kv", kv, torch.bfloat16),
         ("score", score, torch.bfloat16),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -118,6 +119,16 @@ def test_too_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, engaged in ((28 * 16, True), (28 * 16 - 1, False)):
         monkeypatch.setattr(dispatch, "INT32_MAX", limit)
         assert (maybe_compress_thd_fused(**arguments()) is not None) is engaged
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.int8])
+def test_numbers_of_numpy(kind: Any) -> None:
+    """NumPy's integers are as good as Python's, however few bits they have, beside more columns and tokens."""
+    inputs = make_inputs(Problem((300,), ratio=64, coff=2, head_dim=256))
+    tensors = [getattr(inputs, name) for name in NAMES]
+    tensors[0].requires_grad_()
+    out = maybe_compress_thd_fused(*tensors, kind(4), kind(64), np.int16(256), kind(2))
+    assert out is not None and same(out, compress_thd(*tensors, ratio=64, coff=2, total_comp=4))
 
 
 def test_workspace_of_the_backward(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
