@@ -96,13 +96,13 @@ def _claim(request: pytest.FixtureRequest) -> None:
     """
     from csa_gate.fixtures.kernels import KernelError
 
-    clause, why = request.node.stash[CLAUSE_KEY], ""
+    clause, why = request.node.stash[CLAUSE_KEY], None
     try:
         kernel, device = request.getfixturevalue("kernel"), request.getfixturevalue("device")
         subject = subject_of(kernel, device)
     except (KernelError, pytest.fail.Exception) as error:
         why = str(error)
-    if why:
+    if why is not None:
         request.config.stash[_GATE].refuse(request.node, why)
     describe(request.node, subject)
     if clause not in subject[CLAIMS].split():
