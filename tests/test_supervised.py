@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class Waits(Ends):
         Path("met.new").rename("met")
         time.sleep(600)
 '''
+Start = Callable[..., subprocess.Popen[str]]
 ENDED = "csa-gate: the process was ended, with exit status 0, before there was a verdict\n"
 
 
@@ -76,12 +78,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, command: str, kernel: str, *options: str, **more: Any) -> subprocess.Popen[str]:
-    """The program, on the CPU and deaf to no signal."""
-    most = ["--problem", PROBLEM] if command == "check" else ["--minutes", "60", "--seed", "0"]
-    argv = [sys.executable, "-m", "csa_gate", command, "--device", "cpu", "--kernel", kernel, *most, *options]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": listen}
-    return subprocess.Popen(argv, cwd=folder, text=True, **streams | more)
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Starts the program, on the CPU and deaf to no signal; at the end it is killed where it still runs."""
+    programs = []
+
+    def start(command: str, kernel: str, *options: str, **more: Any) -> subprocess.Popen[str]:
+        most = ["--problem", PROBLEM] if command == "check" else ["--minutes", "60", "--seed", "0"]
+        argv = [sys.executable, "-m", "csa_gate", command, "--device", "cpu", "--kernel", kernel, *most, *options]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": listen}
+        programs.append(subprocess.Popen(argv, cwd=folder, text=True, **streams | more))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        with program:
+            program.kill()
 
 
 def meet(folder: Path) -> int:
@@ -117,32 +129,32 @@ def is_gone(pid: int) -> bool:
         ("soak", "IsKilled", -signal.SIGKILL),
     ],
 )
-def test_a_kernel_that_ends_the_process(command: str, kernel: str, want: int, folder: Path) -> None:
+def test_a_kernel_that_ends_the_process(command: str, kernel: str, want: int, start: Start) -> None:
     """An exit status of 0 becomes 1; another, or a signal, is what it would be without anyone looking on."""
-    program = start(folder, command, f"ends.py:{kernel}")
+    program = start(command, f"ends.py:{kernel}")
     out, err = program.communicate(timeout=WAIT)
     assert program.returncode == want, err
     assert err == (ENDED if want == 1 else "")
     assert "kept" not in out and "passed" not in out
 
 
-def test_statuses_and_outputs(folder: Path) -> None:
+def test_statuses_and_outputs(start: Start) -> None:
     """A verdict, a help and a mistake come through as they are."""
     for options, want, text in (
         (("check", "eager"), 0, "contract kept\n"),
         (("check", "eager", "--help"), 0, "usage: python -m csa_gate check"),
         (("check", "nosuch"), 2, "python -m csa_gate check: error: kernel 'nosuch': need "),
     ):
-        program = start(folder, *options)
+        program = start(*options)
         out, err = program.communicate(timeout=WAIT)
         assert program.returncode == want
         assert (err if want else out).startswith(text)
         assert not (out if want else err)
 
 
-def test_sigint_of_another_process(folder: Path) -> None:
+def test_sigint_of_another_process(start: Start, folder: Path) -> None:
     """It reaches the kernel's process: the soak ends with its counts and its file."""
-    program = start(folder, "soak", "ends.py:Waits", "--json", "soak.json")
+    program = start("soak", "ends.py:Waits", "--json", "soak.json")
     worker = meet(folder)
     assert worker != program.pid
     program.send_signal(signal.SIGINT)
@@ -152,7 +164,7 @@ def test_sigint_of_another_process(folder: Path) -> None:
     assert json.loads((folder / "soak.json").read_text())["stopped"] is True
 
 
-def test_sigint_of_a_terminal(folder: Path) -> None:
+def test_sigint_of_a_terminal(start: Start, folder: Path) -> None:
     """A key reaches both processes, and counts once."""
 
     def take_terminal() -> None:
@@ -161,7 +173,7 @@ def test_sigint_of_a_terminal(folder: Path) -> None:
 
     leader, terminal = pty.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    program = start(folder, "soak", "ends.py:Waits", **streams, preexec_fn=take_terminal, start_new_session=True)
+    program = start("soak", "ends.py:Waits", **streams, preexec_fn=take_terminal, start_new_session=True)
     os.close(terminal)
     meet(folder)
     os.write(leader, b"\x03")
@@ -182,9 +194,9 @@ def _read(leader: int) -> bytes:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_signals_end_both_processes(number: signal.Signals, folder: Path) -> None:
+def test_signals_end_both_processes(number: signal.Signals, start: Start, folder: Path) -> None:
     """What kills the one leaves none of the other, and shows in the status."""
-    program = start(folder, "check", "ends.py:Waits")
+    program = start("check", "ends.py:Waits")
     worker = meet(folder)
     program.send_signal(number)
     program.communicate(timeout=WAIT)
