@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .config import MAX_RATIO
+from .config import LEAF_ROWS, MAX_RATIO
 
 INPUTS = ("kv", "score", "ape", "cu_seqlens", "cu_seqlens_comp")
 INT32_MAX = 2**31 - 1
@@ -195,13 +195,15 @@ def _check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
 
 
 def check_tensor(name: str, tensor: object) -> None:
-    """Raise ValueError unless `tensor` is a strided tensor with memory that int32 offsets reach."""
+    """Raise ValueError unless `tensor` is a strided tensor whose values lie in memory that int32 offsets reach."""
     require_tensors(**{name: tensor})
     assert isinstance(tensor, Tensor)
     if isinstance(tensor, FakeTensor):
         raise ValueError(f"{name}: got a FakeTensor, need one with memory")
     if tensor.is_nested or tensor.layout != torch.strided:
         raise ValueError(f"{name}: got {'a nested tensor' if tensor.is_nested else tensor.layout}, need torch.strided")
+    if tensor.is_neg():
+        raise ValueError(f"{name}: got a view with torch's negative bit, need its values in memory (resolve_neg())")
     if tensor.numel() > INT32_MAX:
         raise ValueError(f"{name}: got {tensor.numel()} elements, need at most {INT32_MAX} (int32 offsets)")
 
@@ -219,6 +221,19 @@ def check_devices(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.device != device:
             raise ValueError(f"{name}: got device {tensor.device}, need {device}, where kv is")
+
+
+def workspace_elements(rows: int, leaf_parts: int, entries: int) -> int:
+    """fp32 elements of the backward's workspace: for each leaf of grad_ape's sum its parts, each as long as ape.
+
+    Like all else they have to be in reach of int32 offsets.
+
+    Args:
+        rows: of grad_out.
+        leaf_parts: `Schedule.leaf_parts`.
+        entries: elements of ape.
+    """
+    return -(-rows // LEAF_ROWS) * leaf_parts * entries
 
 
 def is_misaligned(tensor: Tensor) -> bool:

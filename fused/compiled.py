@@ -15,7 +15,7 @@ from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fak
 from torch import Tensor
 
 from . import checks, cpu, gpu
-from .checks import INT32_MAX, Shape
+from .checks import INT32_MAX, Shape, workspace_elements
 from .config import (
     LEAF_ROWS,
     LOOP,
@@ -71,7 +71,8 @@ def rerun(direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors:
 
     What the key leaves open, dtypes, devices, strides, alignment and the other shapes, the compiled function checks
     itself before it launches; its objections are left to the caller's own checks, which name the argument. So is what
-    it does not see: numbers that only equal the key's (True, 4.0), outputs that require grad, all that debug mode asks.
+    it does not see: numbers that only equal the key's (True, 4.0), outputs that require grad, tensors with torch's
+    negative bit, all that debug mode asks.
     """
     if checks.DEBUG or type(ratio) is not int or type(coff) is not int:
         return False
@@ -79,6 +80,8 @@ def rerun(direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors:
         if type(tensors[0]) not in _PLAIN or tensors[-1].requires_grad:
             return False
         if direction == "backward" and (tensors[6].requires_grad or tensors[7].requires_grad):
+            return False
+        if any(map(Tensor.is_neg, tensors)):
             return False
         plan = _PLANS.get(_plan_key(direction, ratio, coff, exp, tensors))
         if plan is None:
@@ -103,7 +106,7 @@ def run(direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp | No
     config = configure(
         direction, ratio, coff, shape, exp or default_exp(kv.device), kv.device, tensors[:3] + tensors[5:]
     )
-    leaves = -(-shape.total_comp // LEAF_ROWS) * config.schedule.leaf_parts * tensors[2].numel()
+    leaves = workspace_elements(shape.total_comp, config.schedule.leaf_parts, tensors[2].numel())
     if direction == "backward" and leaves > INT32_MAX:
         raise ValueError(
             f"grad_out: got {shape.total_comp} rows, whose workspace has {leaves} elements, "

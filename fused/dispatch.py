@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .checks import INT32_MAX, check_rows, is_integer, is_misaligned, require_tensors
+from .checks import INT32_MAX, check_rows, is_integer, is_misaligned, require_tensors, workspace_elements
 from .classes import MINIMUM_CAPABILITY
-from .config import MAX_RATIO
+from .config import LOOP, MAX_RATIO, schedule_of
 from .op import compress_thd
 from .wrappers import head_dim_of
 
@@ -39,9 +39,10 @@ def maybe_compress_thd_fused(
     """`compress_thd`, or None where the caller has to take its eager path.
 
     None for what the kernels do not cover: a dtype, a layout, a device, a ratio, more elements than int32 offsets
-    reach. Each reason is logged once in a process, as a warning. Arguments that contradict each other are no such
-    reason and raise, and `torch.use_deterministic_algorithms(True)` is none either: the gradients are the same in
-    every run. Arguments and their order are those of the dispatch of this name in Megatron-LM.
+    reach, in the backward's workspace too if a gradient is needed. Each reason is logged once in a process, as a
+    warning. Arguments that contradict each other are no such reason and raise, and
+    `torch.use_deterministic_algorithms(True)` is none either: the gradients are the same in every run. Arguments and
+    their order are those of the dispatch of this name in Megatron-LM.
 
     Args:
         kv, score: (total_tokens, coff * head_dim), or (total_tokens, 1, coff * head_dim) with a batch axis.
@@ -92,6 +93,7 @@ def _why_not(
         return f"ratio is {ratio!r}, not from 1 to {MAX_RATIO}"
     if not is_integer(coff) or coff not in (1, 2):
         return f"coff is {coff!r}, not 1 or 2"
+    ratio, coff = int(ratio), int(coff)  # NumPy's would overflow
     for name, tensor, dtype in (
         ("kv", kv, torch.bfloat16),
         ("score", score, torch.bfloat16),
@@ -103,17 +105,30 @@ def _why_not(
             return f"{name} is {tensor.dtype}, not {dtype}"
         if tensor.is_nested or tensor.layout != torch.strided or not tensor.is_contiguous():
             return f"{name} is not contiguous"
-        if not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor) and is_misaligned(tensor):
+        if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):  # the rest takes a tensor with memory
+            continue
+        if is_misaligned(tensor):
             return f"{name} starts at an address that is no multiple of its element's size"
+        if tensor.is_neg():
+            return f"{name} is a view with torch's negative bit"
     if kv.dim() != 2 and (kv.dim() != 3 or kv.shape[1] != 1):
         return "kv is neither (tokens, columns) nor (tokens, 1, columns)"
     if not kv.shape[-1]:
         return "kv has no columns"
     if kv.numel() > INT32_MAX or (total_comp or 0) * (kv.shape[-1] // coff) > INT32_MAX:
         return f"kv or out has more than {INT32_MAX} elements, which int32 offsets do not reach"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (kv, score, ape)):
+        rows = kv.shape[0] // ratio if total_comp is None else total_comp  # the most that kv's tokens can make
+        if workspace_elements(rows, _leaf_parts(coff * ratio, kv.is_cuda), ape.numel()) > INT32_MAX:
+            return f"the backward's workspace has more than {INT32_MAX} elements, which int32 offsets do not reach"
     if kv.shape[0] < ratio and total_comp:
         return "kv has fewer tokens than ratio, so that there is nothing that padding rows could pool"
     return None
+
+
+def _leaf_parts(window: int, on_gpu: bool) -> int:
+    """`leaf_parts` of the backward's schedules for this window: rows and columns make no difference to it."""
+    return schedule_of("backward", window, 1, 1).leaf_parts if on_gpu else LOOP.leaf_parts
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

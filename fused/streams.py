@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Number
 from typing import SupportsInt, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from .checks import is_integer
 
 StreamLike: TypeAlias = torch.cuda.Stream | SupportsInt
 """A torch stream, or the handle of a CUDA stream: a `cuda.bindings.driver.CUstream` or an integer."""
@@ -54,7 +58,9 @@ def torch_stream(stream: StreamLike, device: torch.device) -> torch.cuda.Stream:
         if stream.device != device:
             raise ValueError(f"stream: got one of {stream.device}, need one of {device}, where kv is")
         return stream
-    if not isinstance(stream, SupportsInt):
+    # True and 1.0 would pass for 1, a handle of the default stream.
+    unlike = isinstance(stream, Number | np.generic | Tensor) and not is_integer(stream)
+    if unlike or not isinstance(stream, SupportsInt):
         raise ValueError(f"stream: got {stream!r}, need a torch.cuda.Stream or the handle of a CUDA stream")
     handle = int(stream)
     if handle == _PER_THREAD:

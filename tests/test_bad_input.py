@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from csa_gate.fused import checks
+from csa_gate.fused.streams import torch_stream
 from csa_gate.oracles.bits import same_bits
 
 from .entry_points import DEVICES, ENTRIES, GRADIENTS, TENSORS, Arguments, call, specified, tensors_in
@@ -111,6 +112,11 @@ LAYOUTS = [
         Row(name, lambda t: t.detach().requires_grad_(), rf"{name}: got a tensor that requires grad, need one that")
         for name in ("out", *GRADIENTS)
     ),
+    *(
+        Row(name, torch._neg_view, rf"(out|{name}): got a view with torch's negative bit, need its values in memory",
+            but=("compress_thd",))
+        for name in (*TENSORS, "grad_out", "out", *GRADIENTS)
+    ),
 ]  # fmt: skip
 MISALIGNED = [  # memory of Python's own
     Row(name, _misaligned, rf"{name}: got address 0x[0-9a-f]+, need one aligned to \d bytes")
@@ -135,6 +141,7 @@ NUMBERS = [
     Row("total_comp", lambda n: 2**70, r"total_comp: got \d+ rows, need at most 2147483647"),
     *(Row("exp", lambda e, v=v: v, r"exp: got .+, need 'native' or 'portable'") for v in ("fast", ["native"], 1, b"")),
 ]
+NO_STREAMS = (True, False, np.True_, 1.0, np.float32(1), torch.tensor(1), "1")
 CPU_ONLY = [
     *MISALIGNED,
     Row("exp", lambda e: "native", r"exp: got 'native' for tensors on cpu, need 'portable' there"),
@@ -151,6 +158,11 @@ CUDA_ONLY = [
     *(
         Row(name, lambda s: 2, r"stream: got the per-thread default stream \(2\)")
         for name in ("stream", "current_stream")
+    ),
+    *(
+        Row(name, lambda s, v=v: v, r"stream: got .+, need a torch\.cuda\.Stream or the handle of a CUDA stream")
+        for name in ("stream", "current_stream")
+        for v in NO_STREAMS
     ),
 ]
 CONTENTS = [
@@ -216,6 +228,13 @@ def test_refused_on_the_cpu(entry: Any, row: Row) -> None:
 @pytest.mark.parametrize(("entry", "row"), _cases(CUDA_ONLY))
 def test_refused_on_cuda(entry: Any, row: Row) -> None:
     is_refused(entry, lambda good: {row.argument: row.spoil(good[row.argument])}, row.text, "cuda")
+
+
+@pytest.mark.parametrize("bad", NO_STREAMS, ids=repr)
+def test_no_stream(bad: Any) -> None:
+    """What would pass for an integer is refused before a device is asked."""
+    with pytest.raises(ValueError, match=r"^stream: got .+, need a torch\.cuda\.Stream or the handle of a CUDA stream"):
+        torch_stream(bad, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("device", DEVICES)

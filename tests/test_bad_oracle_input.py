@@ -196,11 +196,12 @@ def test_tensors_without_values(name: str) -> None:
 
 @pytest.mark.parametrize("oracle", ORACLES, ids=lambda oracle: oracle.__name__)
 def test_any_strides_and_leaves(oracle: Callable[..., Result]) -> None:
-    """Inputs that are strided, or leaves of an autograd graph, give the same values, which belong to no graph."""
+    """Inputs that are strided, leaves of an autograd graph or negated when read give the same values, of no graph."""
     want = oracle(INPUTS)
     strided = {n: torch.stack([getattr(INPUTS, n)] * 2, -1)[..., 0] for n in TENSORS}
     leaves = {n: getattr(INPUTS, n).clone().requires_grad_() for n in ("kv", "score", "ape", "grad_out")}
-    for tensors in (strided, leaves):
+    negated = {n: torch._neg_view(-getattr(INPUTS, n)) for n in TENSORS}
+    for tensors in (strided, leaves, negated):
         for name, tensor in oracle(replace(INPUTS, **tensors)).items():
             assert not tensor.requires_grad, name
             assert torch.equal(*(t.view(torch.uint8) for t in (tensor, getattr(want, name)))), name

@@ -54,9 +54,7 @@ class TestTables:
 
     def test_scales(self) -> None:
         """Every operand and all at once, up and down, at the production ratios; and products that overflow in part."""
-        powers = {
-            (c.problem.ratio, c.kv_log2, c.score_log2, c.grad_log2) for c in cases.NUMERICS if c.level == "L1"
-        }
+        powers = {(c.problem.ratio, c.kv_log2, c.score_log2, c.grad_log2) for c in cases.NUMERICS if c.level == "L1"}
         for ratio in (4, 128):
             for n in (6, -6, 40, -40):
                 assert {(ratio, n, 0, 0), (ratio, 0, n, 0), (ratio, 0, 0, n), (ratio, n, n, n)} <= powers

@@ -1,5 +1,6 @@
 """`python -m csa_gate check`: exit status and output for kept, broken and impossible cases."""
 
+import importlib.metadata
 import shlex
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import csa_gate
 from csa_gate.__main__ import COMMANDS, main
 from csa_gate.oracles import CLAUSES
 from csa_gate.oracles.judge import SINGLE_RESULT
@@ -208,6 +210,16 @@ def test_unknown_commands(capsys):
         err = capsys.readouterr().err
         assert err.startswith("python -m csa_gate: error: ")
         assert err.count("\n") == 1
+
+
+def test_version(capsys):
+    """--version prints the number of the distribution, which is that of the package."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    number = importlib.metadata.version("csa-gate")
+    assert capsys.readouterr().out == f"csa-gate {number}\n"
+    assert csa_gate.__version__ == number
 
 
 def test_help_lists_every_command(capsys):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from csa_gate.fused import compress_thd, dispatch, maybe_compress_thd_fused
+from csa_gate.fused import compiled, compress_thd, dispatch, maybe_compress_thd_fused
+from csa_gate.fused.config import LOOP, schedule_of
 from csa_gate.oracles import Inputs, Problem, error_bound, make_inputs, ordered
 from csa_gate.oracles.bits import bit_pattern
 
@@ -85,6 +87,7 @@ DECLINED: list[tuple[str, Any, str]] = [
     ("kv", lambda t: t.flatten()[0], r"kv is neither (tokens, columns) nor (tokens, 1, columns)"),
     ("kv", lambda t: t[:, :0], r"kv has no columns"),
     ("ape", _misaligned, r"ape starts at an address that is no multiple of its element's size"),
+    *((name, torch._neg_view, f"{name} is a view with torch's negative bit") for name in NAMES),
     ("kv", lambda t: t.view(14, 2, 16), r"kv is neither (tokens, columns) nor (tokens, 1, columns)"),
     ("kv", lambda t: t.to("meta"), r"kv is on a meta device, not cpu or cuda"),
     ("kv", lambda t: t[:3], r"kv has fewer tokens than ratio, so that there is nothing that padding rows could pool"),
@@ -116,6 +119,62 @@ def test_too_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, engaged in ((28 * 16, True), (28 * 16 - 1, False)):
         monkeypatch.setattr(dispatch, "INT32_MAX", limit)
         assert (maybe_compress_thd_fused(**arguments()) is not None) is engaged
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.int8])
+def test_numbers_of_numpy(kind: Any) -> None:
+    """NumPy's integers are as good as Python's, however few bits they have, beside more columns and tokens."""
+    inputs = make_inputs(Problem((300,), ratio=64, coff=2, head_dim=256))
+    tensors = [getattr(inputs, name) for name in NAMES]
+    tensors[0].requires_grad_()
+    out = maybe_compress_thd_fused(*tensors, kind(4), kind(64), np.int16(256), kind(2))
+    assert out is not None and same(out, compress_thd(*tensors, ratio=64, coff=2, total_comp=4))
+
+
+def test_workspace_of_the_backward(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a gradient is needed, the backward's workspace has to fit, for as many rows as there can be."""
+    inputs = make_inputs(Problem((64,), ratio=64, coff=2, head_dim=2, row_capacity=65))
+    tensors = [getattr(inputs, name) for name in NAMES]
+    elements = 3 * 64 * 4  # leaves of 32 rows, each as long as ape; no tensor has as many
+
+    def engages(limit: int, rows: int | None = 65) -> bool:
+        for module in (dispatch, compiled):
+            monkeypatch.setattr(module, "INT32_MAX", limit)
+        out = maybe_compress_thd_fused(*tensors, total_comp=rows, ratio=64, head_dim=2, coff=2)
+        if out is not None and out.requires_grad:
+            out.sum().backward()
+        return out is not None
+
+    assert engages(elements - 1)
+    tensors[2].requires_grad_()
+    assert engages(elements) and not engages(elements - 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"The fused compressor is not used: the backward's workspace has more than {elements - 1} elements, "
+        "which int32 offsets do not reach."
+    ]
+    with torch.no_grad():
+        assert engages(elements - 1)
+    monkeypatch.setattr(dispatch, "_leaf_parts", lambda window, on_gpu: 16)
+    assert engages(16 * 64 * 4, None) and not engages(16 * 64 * 4 - 1, None)
+
+
+@pytest.mark.parametrize("window", [*range(1, 34), 64, 127, 128, 129, 256, 257, 512])
+def test_parts_of_a_leaf_depend_on_the_window(window: int) -> None:
+    """The dispatch foresees the workspace without knowing how the work will be cut."""
+    for groups in (1, 3, 16, 64, 256, 4096):
+        for rows in (1, 31, 300, 5000, 10**6):
+            schedule = schedule_of("backward", window, groups, rows)
+            assert schedule.leaf_parts == dispatch._leaf_parts(window, on_gpu=True)
+    assert dispatch._leaf_parts(window, on_gpu=False) == LOOP.leaf_parts
+
+
+def test_parts_of_a_leaf_under_compile() -> None:
+    """torch.compile can trace what finds them, which it meets for tensors on CUDA alone."""
+
+    def parts(t: Tensor) -> Tensor:
+        return t + dispatch._leaf_parts(2 * t.shape[0], on_gpu=True)
+
+    assert torch.compile(parts, fullgraph=True, backend="eager")(torch.zeros(64))[0] == 16
 
 
 def test_every_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:

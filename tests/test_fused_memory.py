@@ -18,7 +18,7 @@ from csa_gate.fused import checks, compiled, compress_backward, compress_forward
 from csa_gate.oracles import Problem
 from csa_gate.oracles.bits import bit_pattern, same_bits
 
-from .entry_points import DEVICES, ENTRIES, GRADIENTS, PROBLEM, TENSORS, Arguments, call, specified
+from .entry_points import DEVICES, ENTRIES, GRADIENTS, PROBLEM, TENSORS, Arguments, call, specified, tensors_in
 from .test_bad_input import is_refused
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -168,8 +168,12 @@ def test_a_plan_is_repeated(repeated: tuple[Arguments, list[str]]) -> None:
         ({"ratio": 4.0}, r"ratio: got 4\.0"),
         ({"coff": 2.0}, r"coff: got 2\.0"),
         ({"out": torch.zeros(ROWS, dtype=torch.bfloat16, requires_grad=True)}, "out: got a tensor that requires grad"),
+        *(
+            ({name: torch._neg_view(tensor)}, f"{name}: got a view with torch's negative bit")
+            for name, tensor in tensors_in(ENTRIES["forward"].arguments()[0])
+        ),
     ],
-    ids=str,
+    ids=lambda part: part if isinstance(part, str) else next(iter(part)),
 )
 def test_a_plan_is_no_way_around_checks(repeated: tuple[Arguments, list[str]], spoil: Arguments, text: str) -> None:
     """What equals the arguments of an earlier call without being like them is looked at."""

@@ -59,6 +59,16 @@ def test_bits(device: str, distribution: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_negated_views(device: str) -> None:
+    """What torch negates when it is read, it negates before the kernels see it, the incoming gradient too."""
+    inputs = make_inputs(PROBLEM, device=device)
+    tensors = tensors_of(inputs, grad="ksa")
+    out = compress_thd(*(torch._neg_view(-t) for t in tensors), **SETTINGS, total_comp=7)
+    out.backward(torch._neg_view(-inputs.grad_out))
+    assert_specified(inputs, out, tensors)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("problem", [ROWLESS, Problem((), 4, 2, 8), Problem((), 4, 2, 8, token_capacity=5)], ids=str)
 def test_no_rows(device: str, problem: Problem) -> None:
     """Without rows there is an empty result, and gradients that are +0 everywhere."""

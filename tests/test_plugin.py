@@ -425,12 +425,44 @@ def test_every_kernel_has_to_pass_something(gate):
     ],
 )
 def test_own_kernel_that_is_none(folder, own, message):
-    """The class's tests fail, each with the one line that says why."""
-    folder.makepyfile(test_own=f"{OWN}    {own}")
-    result = run(folder, "--csa-device=cpu")
+    """One of the class's tests fails, with the one line that says why; the others are skipped and not counted."""
+    folder.makepyfile(test_own=f"{OWN}    {own}", test_other="def test_it(): pass\n")
+    result = run(folder, "--csa-device=cpu", "-rs")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.assert_outcomes(errors=5)
-    assert result.outlines.count(message) == 5
+    result.assert_outcomes(errors=1, skipped=4, passed=1)
+    assert result.outlines.count(message) == 1
+    assert [line for line in result.outlines if f"{message}, see test_own.py::TestOwn::test_zero[0]" in line]
+    table = result.outlines[result.outlines.index("tests without a kernel") + 2 :]
+    assert [line.split() for line in table[:2]] == [
+        ["zero_slots", "1", "0", "1", "0"],
+        ["gate", "failed:", "1", "tests", "failed"],
+    ]
+
+
+@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["alone", "xdist"])
+def test_own_kernels_that_are_none(gate, workers):
+    """Each class fails for itself, beside one that passes; each worker may have a failure of its own."""
+    nowhere = "class {}(Suite):\n    kernel = 'mine.py:Nowhere'\n"
+    gate.makepyfile(test_own="from suite import Suite\n" + nowhere.format("TestA") + nowhere.format("TestB"))
+    result = run(gate, MINE, "--csa-device=cpu", *workers)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    outcomes = result.parseoutcomes()
+    assert 2 <= outcomes["errors"] <= (4 if workers else 2)
+    assert outcomes["passed"] == 4
+    assert {line.split("::")[1] for line in result.outlines if line.startswith("ERROR test_own")} == {"TestA", "TestB"}
+
+
+def test_a_class_without_kernel_fails_whatever_hides_its_first_test(gate):
+    """Neither an expected failure nor a second run of the same test takes the failure away."""
+    gate.makepyfile(
+        test_own=f"{OWN}    kernel = 'mine.py:Nowhere'\n"
+        "    test_zero = pytest.mark.xfail(Suite.test_zero)\n"
+        "    test_replay = None\n"
+    )
+    gate.makeconftest("def pytest_collection_modifyitems(items): items += items\n")
+    result = run(gate, MINE, "--csa-device=cpu")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(errors=2, xfailed=6, passed=8, skipped=2)
 
 
 LOOK = """

@@ -30,6 +30,10 @@ class Refuses(EagerKernel):
     def supports(self, problem):
         return "not today"
 
+class RefusesLong(EagerKernel):
+    def supports(self, problem):
+        return "too long" if problem.window > 32 else None
+
 class ClaimsReplay(EagerKernel):
     def contract(self, device):
         return Contract(replay=True)
@@ -88,12 +92,36 @@ def test_a_sound_kernel_passes(capsys: pytest.CaptureFixture[str], short: None, 
     assert (report["kernel"], report["device"], report["seed"], report["stopped"]) == ("eager", "cpu", 3, False)
     assert report["failures"] == []
     assert report["problems"] > 60
-    table = {line.split()[0]: line.split()[1:] for line in out.splitlines()[2:-1]}
+    assert sum(sum(report["ratios"][family.name].values()) for family in FAMILIES) == report["problems"]
+    assert "not reached" not in out
+    table = {line.split()[0]: line.split()[1:] for line in out.splitlines()[2:-4]}
     for clause in ("error_bound", "zero_slots", "row_padding", "token_padding", "nonfinite", "memory", "deterministic"):
         counts = report["counts"][clause]
         assert [int(n) for n in table[clause]] == [*(counts[f.name]["kept"] for f in FAMILIES), 0]
     assert " ".join(table["replay"]) == "claimed, but not judged here"
     assert "forward_bits" not in table
+
+
+def test_what_a_short_run_did_not_reach(
+    capsys: pytest.CaptureFixture[str], short: None, kernels: Path, tmp_path: Path
+) -> None:
+    """Too short for every family: it passes, and says which windows and ratios that is worth nothing for."""
+    file = tmp_path / "soak.json"
+    status, out = soak(capsys, "--minutes", "0.06", "--kernel", "eager", "--seed", "3", "--json", str(file))
+    assert status == 0
+    lines = out.splitlines()
+    assert re.fullmatch(r"short windows, 1-8: \d problems, ratios \d", lines[-4])
+    assert lines[-3:-1] == ["middle windows, 9-32: not reached", "long windows, 33-512: not reached"]
+    assert re.fullmatch(r"soak passed: \d problems; not reached: windows 9-32, 33-512", lines[-1])
+    ratios = json.loads(file.read_text())["ratios"]
+    assert list(ratios) == ["short", "middle", "long"] and len(ratios["short"]) == 1 and not ratios["long"]
+    status, out = soak(capsys, "--minutes", "0.4", "--kernel", f"{kernels}:RefusesLong", "--seed", "3")
+    assert status == 0
+    assert out.endswith("; not reached: windows 33-512\n")
+
+
+def test_ratios_in_short() -> None:
+    assert [_soak._runs(numbers) for numbers in ([], [4], [1, 2, 3, 7, 9, 10])] == ["", "4", "1-3, 7, 9-10"]
 
 
 def test_a_seed_gives_the_same_problems() -> None:
@@ -168,9 +196,7 @@ def test_nothing_judged_is_a_failure(
     assert f"soak failed: {why}" in out
 
 
-def test_ctrl_c_prints_the_counts_so_far(
-    capsys: pytest.CaptureFixture[str], kernels: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_prints_the_counts_so_far(capsys: pytest.CaptureFixture[str], kernels: Path, tmp_path: Path) -> None:
     file = tmp_path / "soak.json"
     status, out = soak(
         capsys, "--minutes", "60", "--kernel", f"{kernels}:Interrupted", "--seed", "0", "--json", str(file)

@@ -8,6 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from . import __version__
+from ._supervise import supervised
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("csa_gate._check", "judge one kernel on one problem"),
     "vectors": ("csa_gate._vectors", "make the golden vectors, or check them"),
@@ -20,6 +23,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Each command's module and what it does. The module has `add_arguments(parser)` and `run(args) -> int`, the exit
 status; it raises ValueError for arguments that make no sense, and is imported only when it is asked for."""
 
+SUPERVISED = ("check", "soak")
+"""The commands whose exit status is a verdict on a kernel that runs in their own process."""
+
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line and exits with status 2."""
@@ -29,7 +35,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; `argv` without the program's name, None for the process's own. Returns the exit status."""
+    """Run one command in this process; `argv` without the program's name, None for the process's own.
+
+    Returns the exit status. Raises SystemExit for --help, --version and arguments that make no sense.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     prog = "python -m csa_gate"
     overview = Parser(
@@ -38,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"{prog} COMMAND --help says what a command takes",
     )
+    overview.add_argument("--version", action="version", version=f"csa-gate {__version__}")
     overview.add_argument("command", metavar="COMMAND", choices=COMMANDS)
     command = overview.parse_args(argv[:1]).command
     module, text = COMMANDS[command]
@@ -49,8 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = loaded.run(args)
     except ValueError as error:
         parser.error(str(error))
+    except SystemExit as ended:  # a kernel's, for the arguments have been read
+        print(f"{parser.prog}: ended by SystemExit: {ended.code}", file=sys.stderr)
+        return 1
     return status
 
 
+def run_as_program() -> int:
+    """`main` for this process's own arguments, where a kernel cannot end it as if all were well."""
+    return supervised(_exit_status) if sys.argv[1:2] and sys.argv[1] in SUPERVISED else main()
+
+
+def _exit_status() -> int:
+    try:
+        return main()
+    except SystemExit as ended:  # argparse's, which has said why
+        return int(ended.code or 0)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_as_program())

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Generator, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -38,6 +38,7 @@ class Gate:
         self.selected: set[str] = set()
         self.ended: set[str] = set()
         self.lost: list[str] = []
+        self._refused: dict[tuple[str, str], str] = {}
         given = [str(arg).partition("=")[0] for arg in config.invocation_params.args]
         self.kernel_given, self.device_given = "--csa-kernel" in given, "--csa-device" in given
         self.is_worker = hasattr(config, "workerinput")
@@ -55,6 +56,20 @@ class Gate:
         from csa_gate.fixtures.kernels import choose_device
 
         return subject_of(self.kernel, choose_device(self.config.getoption("csa_device"), self.kernel))
+
+    def refuse(self, item: pytest.Item, why: str) -> NoReturn:
+        """End a test whose kernel cannot be had: the first of its class fails, the others are skipped and not counted.
+
+        Each worker of xdist's has a first one. It fails as often as it is run, and its failure is not an expected one.
+        """
+        assert item.parent is not None
+        first = item.nodeid
+        if item.get_closest_marker("xfail") is None:
+            first = self._refused.setdefault((item.parent.nodeid, why), item.nodeid)
+        if first == item.nodeid:
+            pytest.fail(why, pytrace=False)
+        item.user_properties[:] = [(key, value) for key, value in item.user_properties if key != CLAUSE]
+        pytest.skip(f"{why}, see {first}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:

@@ -7,6 +7,7 @@ import json
 import platform
 import secrets
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             soak.step()
     except KeyboardInterrupt:
         stopped = True
-    print("\n".join(soak.table()))
+    print("\n".join([*soak.table(), *soak.reach()]))
     if args.json is not None:
         args.json.write_text(json.dumps(soak.report(args.minutes, stopped), indent=1) + "\n")
     if stopped:
@@ -73,15 +74,16 @@ def run(args: argparse.Namespace) -> int:
     if not soak.counts:
         print(f"soak failed: nothing was judged in {soak.cases} problems{soak.why}")
         return 1
-    print(f"soak passed: {soak.cases} problems")
+    missing = soak.not_reached()
+    print(f"soak passed: {soak.cases} problems" + (f"; not reached: windows {', '.join(missing)}" if missing else ""))
     return 0
 
 
 class Soak:
     """One kernel under random problems, and what came of it.
 
-    cases: problems run. counts: how often a clause was judged, by (clause, family, kept). failures: each as its
-    family, its broken clauses and its message.
+    cases: problems run. reached: the same, by (family, ratio). counts: how often a clause was judged, by (clause,
+    family, kept). failures: each as its family, its broken clauses and its message.
     """
 
     def __init__(self, kernel: Kernel, spec: str, device: torch.device, seed: int) -> None:
@@ -90,6 +92,7 @@ class Soak:
         self.kernel, self.spec, self.device, self.seed = kernel, spec, device, seed
         self.contract: Contract = contract
         self.cases, self.why = 0, ""
+        self.reached: Counter[tuple[str, int]] = Counter()
         self.counts: Counter[tuple[str, str, bool]] = Counter()
         self.failures: list[dict[str, Any]] = []
         self._rng = np.random.default_rng(seed)
@@ -109,6 +112,7 @@ class Soak:
             self.why = f"; the last refused: {reason}"
             return
         self.cases += 1
+        self.reached[family.name, case.problem.ratio] += 1
         inputs = case.inputs(self.device)
         clauses = [c for c in SINGLE_RUN if c not in self._left_out(case.problem) and self.contract.claims(c)]
         verdicts = single_run(self.kernel, self.spec, self.contract, inputs, clauses, poison)
@@ -119,7 +123,7 @@ class Soak:
 
     def table(self) -> list[str]:
         """How often each clause was judged in each family of windows, and how often it was broken."""
-        names = [f"{family.name} {family.windows[0]}-{family.windows[1]}" for family in FAMILIES]
+        names = [f"{family.name} {_span(family.windows)}" for family in FAMILIES]
         lines = [f"{'clause':<20}" + "".join(f"{name:>16}" for name in names) + f"{'broken':>10}"]
         for clause in (*CLAUSES, _RAISED):
             row = [sum(self.counts[clause, family.name, kept] for kept in (True, False)) for family in FAMILIES]
@@ -129,6 +133,19 @@ class Soak:
             elif clause != _RAISED and self.contract.claims(clause):
                 lines.append(f"{clause:<20}{'claimed, but not judged here':>48}")
         return lines
+
+    def reach(self) -> list[str]:
+        """Which ratios had their turn in each family: a short run gets to few of them, perhaps to none."""
+        lines = []
+        for family in FAMILIES:
+            ratios = self._ratios(family)
+            what = f"{sum(ratios.values())} problems, ratios {_runs(ratios)}" if ratios else "not reached"
+            lines.append(f"{family.name} windows, {_span(family.windows)}: {what}")
+        return lines
+
+    def not_reached(self) -> list[str]:
+        """The families of which no problem was run, as their windows."""
+        return [_span(family.windows) for family in FAMILIES if not self._ratios(family)]
 
     def report(self, minutes: float, stopped: bool) -> dict[str, Any]:
         """All of it, for a file."""
@@ -145,9 +162,14 @@ class Soak:
             "stopped": stopped,
             "versions": {"csa-gate": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "problems": self.cases,
+            "ratios": {family.name: self._ratios(family) for family in FAMILIES},
             "counts": counts,
             "failures": self.failures,
         }
+
+    def _ratios(self, family: Family) -> dict[int, int]:
+        """The family's problems run, by ratio."""
+        return {ratio: count for (name, ratio), count in sorted(self.reached.items()) if name == family.name}
 
     def _left_out(self, problem: Problem) -> tuple[str, ...]:
         """Clauses that a single run of this problem does not decide."""
@@ -176,3 +198,18 @@ class Soak:
             print(f"{message}\n", flush=True)
         elif len(self.failures) == _SHOWN + 1:
             print("more failures are counted, not shown\n", flush=True)
+
+
+def _span(windows: tuple[int, int]) -> str:
+    return f"{windows[0]}-{windows[1]}"
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """Ascending numbers, neighbours as a span: 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else _span((run[0], run[-1])) for run in runs)

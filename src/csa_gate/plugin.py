@@ -90,15 +90,20 @@ def device(kernel: Kernel, pytestconfig: pytest.Config) -> torch.device:
 
 @pytest.fixture(name=CLAIM_FIXTURE)
 def _claim(request: pytest.FixtureRequest) -> None:
-    """Note which kernel a gate test is of, and skip the test if that kernel does not claim its clause."""
+    """Note which kernel a gate test is of, and skip the test if that kernel does not claim its clause.
+
+    Where there is no such kernel, one test of a class fails, for all of them.
+    """
     from csa_gate.fixtures.kernels import KernelError
 
-    clause = request.node.stash[CLAUSE_KEY]
-    kernel, device = request.getfixturevalue("kernel"), request.getfixturevalue("device")
+    clause, why = request.node.stash[CLAUSE_KEY], None
     try:
+        kernel, device = request.getfixturevalue("kernel"), request.getfixturevalue("device")
         subject = subject_of(kernel, device)
-    except KernelError as error:
-        raise pytest.fail.Exception(str(error), pytrace=False) from None
+    except (KernelError, pytest.fail.Exception) as error:
+        why = str(error)
+    if why is not None:
+        request.config.stash[_GATE].refuse(request.node, why)
     describe(request.node, subject)
     if clause not in subject[CLAIMS].split():
         pytest.skip(f"{kernel.name} does not claim {clause} on {device.type}")
