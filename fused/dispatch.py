@@ -128,7 +128,7 @@ def _why_not(
 
 def _leaf_parts(window: int, on_gpu: bool) -> int:
     """`leaf_parts` of the backward's schedules for this window: rows and columns make no difference to it."""
-    return schedule_of("backward", window, 1, 1).leaf_parts if on_gpu else LOOP.leaf_parts
+    return schedule_of("backward", window, 1, 1, 1).leaf_parts if on_gpu else LOOP.leaf_parts
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -94,7 +94,8 @@ def test_a_schedule_that_no_kernel_can_run_is_seen(direction: Direction, schedul
 
 
 def test_a_schedule_without_a_case_is_missed(another: Schedule) -> None:
-    assert set(missing(SCHEDULES)) == {("forward", another)}
+    with_all_registers = replace(another, min_blocks=1)  # as a head_dim that is not compiled in gets it
+    assert set(missing(SCHEDULES)) == {("forward", another), ("forward", with_all_registers)}
 
 
 def test_cases_follow_a_new_schedule(another: Schedule) -> None:
