@@ -143,7 +143,7 @@ def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows
     if window > SHORT_WINDOW:
         return Schedule("registers", 32, 8, 1, 1)
     rows_each = next((count for least, count in ROWS_AHEAD.items() if rows * head_dim >= least), 1)
-    return Schedule("registers", 32, 4, rows_each, 4) if rows_each > 1 else Schedule("registers", 32, 8, 1, 4)
+    return Schedule("registers", 32, 4, rows_each, 3) if rows_each > 1 else Schedule("registers", 32, 8, 1, 4)
 
 
 def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -> int:
