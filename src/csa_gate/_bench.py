@@ -23,6 +23,7 @@ from ._bench_clock import Clock, CpuClock, CudaClock
 from ._bench_measure import Row, measure
 from ._bench_packs import Pack, choose
 from ._bench_report import LEGEND, aims, table, targets
+from ._bench_runs import medians
 from ._bench_subjects import EagerSubject, KernelSubject, PeerSubject, Subject
 from ._files import require_writable
 
@@ -40,26 +41,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--without", action="append", default=[], choices=("eager", "peer"), help="leave a column empty"
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="replays, whose median counts (default: 20)")
+    parser.add_argument(
+        "--medians", nargs="+", type=Path, metavar="FILE", help="measure nothing: the medians of runs that --json wrote"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them into this PNG as well")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print, line by line as it comes.
+    """Measure and print, line by line as it comes; or print what earlier runs measured.
 
     Returns 0, or 1 if the kernel could not be measured on one of the packs. Raises ValueError if an option makes no
     sense on this machine; nothing is measured or written then.
     """
+    if args.medians is not None:
+        return _print_medians(args)
     kind = "smoke" if args.smoke else args.device or "cuda"
     if args.smoke and args.device == "cuda":
         raise ValueError("--smoke: runs on the CPU, not with --device cuda")
     if args.repeats is not None and args.repeats < 1:
         raise ValueError(f"--repeats: got {args.repeats}, need at least 1")
     chosen = choose(args.pack, kind)
-    for option, path in (("--json", args.json), ("--picture", args.picture)):
-        require_writable(option, path)
-    if args.picture is not None:
-        _bench_picture.require()
+    _require_outputs(args)
     kernel = load_kernel(args.kernel)
     device = choose_device("cuda" if kind == "cuda" else "cpu", kernel)
     repeats = args.repeats or REPEATS[kind]
@@ -77,6 +80,25 @@ def run(args: argparse.Namespace) -> int:
     rows, bandwidths = _measure_all(chosen, subjects, clock, device)
     report(rows, bandwidths, about, args)
     return 0 if all("ours" in row.us for row in rows) else 1
+
+
+def _print_medians(args: argparse.Namespace) -> int:
+    others = ("smoke", "device", "pack", "without", "repeats")
+    named = [f"--{name}" for name in others if getattr(args, name)]
+    if named:
+        raise ValueError(f"--medians: got {' and '.join(named)} too, which only say what to measure")
+    _require_outputs(args)
+    rows, bandwidths, about = medians(args.medians)
+    print("\n".join([*(f"{name}: {text}" for name, text in about.items()), *table(rows)]), flush=True)
+    report(rows, bandwidths, about, args)
+    return 0
+
+
+def _require_outputs(args: argparse.Namespace) -> None:
+    for option, path in (("--json", args.json), ("--picture", args.picture)):
+        require_writable(option, path)
+    if args.picture is not None:
+        _bench_picture.require()
 
 
 def _measure_all(
