@@ -51,6 +51,7 @@ CATALOGUE: tuple[Shipped, ...] = (
     Shipped(4, 2, 512, 6144, "portable", "production pair, wide"),
     Shipped(4, 2, 65, 512, "native", "one column a thread, few rows"),
     Shipped(4, 2, 65, 16384, "native", "one column a thread, many rows"),
+    Shipped(4, 2, 65, 65536, "native", "the same, very many"),
     Shipped(4, 2, 66, 512, "native", "two columns a thread, their number not compiled in, few rows"),
     Shipped(4, 2, 66, 16384, "native", "the same, many rows"),
     Shipped(4, 2, 520, 6144, "native", "four columns a thread, their number not compiled in"),
