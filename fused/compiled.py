@@ -46,9 +46,12 @@ def configure(
     window = coff * ratio
     on_gpu = device.type == "cuda"
     widest = widest_on_gpu(direction, window, shape.head_dim, shape.total_comp) if on_gpu else CPU_VEC
-    vec = next(v for v in (8, 4, 2, 1) if v <= widest and shape.head_dim % v == 0)
-    if on_gpu and any(t.data_ptr() % (vec * t.itemsize) for t in tensors):
-        vec = 1
+
+    def possible(vec: int) -> bool:
+        aligned = not on_gpu or all(t.data_ptr() % (vec * t.itemsize) == 0 for t in tensors)
+        return vec <= widest and shape.head_dim % vec == 0 and aligned
+
+    vec = next(v for v in (8, 4, 2, 1) if v == 1 or possible(v))
     rows = None if exp == "portable" else shape.total_comp
     softmax_lanes, pool_lanes = orders(window, shape.head_dim, rows)
     schedule, head_dim = LOOP, None

@@ -25,10 +25,10 @@ SHORT_WINDOW = 8  # longer ones have no schedule of their own for many rows
 SCALAR_WINDOW = 16  # longer windows take one column a thread on the GPU, for their registers
 STATIC_HEAD_DIMS = (128, 512)  # of production: compiled in on the GPU; all others share a function
 MANY_ELEMENTS = 1 << 19  # of out, from which on whole leaves a backward block fill a large device
-# Elements of out from which on a forward thread takes several rows, fetching ahead, and how many: enough for a block's
-# start to be forgotten, and few enough to leave each of 132 multiprocessors two blocks or three.
+# Elements of out from which on a forward thread takes several rows of a short window, and how many, the most first:
+# enough for a block's start to be forgotten, and few enough to leave each of 132 multiprocessors two blocks or three.
 ROWS_AHEAD = {3 << 20: 16, 1 << 20: 8, 3 << 18: 4}
-STAGES = 2  # rows of a thread that are on their way from memory at a time
+STAGES = 2  # the row in work and the next one; a third took up to a fifth longer
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Schedule:
     threads_y: rows (registers) or shares of a window (streamed) that run side by side.
     rows_each: rows that a thread takes one after the other.
     min_blocks: blocks that a multiprocessor should hold at a time, which caps the registers.
+    stages: rows of a thread that are fetched or in work at a time; 0 where each is loaded as the thread comes to it.
     """
 
     family: Family
@@ -48,6 +49,7 @@ class Schedule:
     threads_y: int
     rows_each: int
     min_blocks: int
+    stages: int = 0
 
     @property
     def threads(self) -> int:
@@ -96,15 +98,6 @@ class Config:
         return tuple(range(self.vec)) if self.column is None else (self.column,)
 
     @property
-    def stages(self) -> int:
-        """Rows of a thread that are on their way from memory at a time; 0 if it loads each as it comes to it.
-
-        Copies past the registers are of 4 bytes at least, and so of two columns.
-        """
-        several = self.schedule.family == "registers" and self.schedule.rows_each >= min(ROWS_AHEAD.values())
-        return STAGES if several and self.vec > 1 else 0
-
-    @property
     def fast(self) -> bool:
         """Whether powers and quotients have a fast path, which CUDA's own exp has on the GPU."""
         return self.on_gpu and self.exp == "native"
@@ -143,7 +136,10 @@ def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows
     if window > SHORT_WINDOW:
         return Schedule("registers", 32, 8, 1, 1)
     rows_each = next((count for least, count in ROWS_AHEAD.items() if rows * head_dim >= least), 1)
-    return Schedule("registers", 32, 4, rows_each, 3) if rows_each > 1 else Schedule("registers", 32, 8, 1, 4)
+    if rows_each == 1:
+        return Schedule("registers", 32, 8, 1, 4)
+    # Copies past the registers are of 4 bytes at least, and so of two columns.
+    return Schedule("registers", 32, 4, rows_each, 3, STAGES if vec > 1 else 0)
 
 
 def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -> int:

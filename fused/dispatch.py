@@ -109,8 +109,6 @@ def _why_not(
             continue
         if is_misaligned(tensor):
             return f"{name} starts at an address that is no multiple of its element's size"
-        if tensor.is_neg():
-            return f"{name} is a view with torch's negative bit"
     if kv.dim() != 2 and (kv.dim() != 3 or kv.shape[1] != 1):
         return "kv is neither (tokens, columns) nor (tokens, 1, columns)"
     if not kv.shape[-1]:

@@ -22,7 +22,7 @@ ROWLESS_SEGMENTS = 64  # segments, or rows' worth of tokens, that one of these b
 
 def shared_percent(config: Config) -> int:
     """Of a multiprocessor's memory, what its blocks' shared memory may take; caches have the rest."""
-    return 30 if config.schedule.family == "registers" and not config.stages else 100
+    return 30 if config.schedule.family == "registers" and not config.schedule.stages else 100
 
 
 @cute.jit

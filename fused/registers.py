@@ -42,23 +42,23 @@ def forward_kernel(
     # A thread past the last column computes the last one's bias, which it does not use.
     bias = load_bias(config, ape, cutlass.min(group, groups - 1), groups)
     cute.arch.sync_threads()
-    if cutlass.const_expr(config.stages > 0):
+    if cutlass.const_expr(shape.stages > 0):
         ring = enter_ring(config)
-    for i in cutlass.range_constexpr(config.stages):
+    for i in cutlass.range_constexpr(shape.stages):
         _fetch_row(config, kv, score, ring, codes, start, total_comp, group, groups, Int32(i))
     for i in cutlass.range(shape.rows_each):
-        if cutlass.const_expr(config.stages > 0):
+        if cutlass.const_expr(shape.stages > 0):
             wait(config)
         local = i * shape.threads_y + ty
         row = start + local
         if row < total_comp and group < groups:
             place = place_of(row, codes[local], group, groups)
-            if cutlass.const_expr(config.stages > 0):
+            if cutlass.const_expr(shape.stages > 0):
                 forward_row(config, ring.kv, ring.score, bias, out, place, ring_entry(ring, i))
             else:
                 forward_row(config, kv, score, bias, out, place)
-        if cutlass.const_expr(config.stages > 0):
-            _fetch_row(config, kv, score, ring, codes, start, total_comp, group, groups, i + config.stages)
+        if cutlass.const_expr(shape.stages > 0):
+            _fetch_row(config, kv, score, ring, codes, start, total_comp, group, groups, i + shape.stages)
 
 
 @cute.jit

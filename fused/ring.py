@@ -30,7 +30,7 @@ def enter_ring(config: Config) -> Ring:
     """Allocates the ring of a block."""
     tx, ty, _ = cute.arch.thread_idx()
     shape = config.schedule
-    slots = config.stages * config.window * shape.threads
+    slots = config.schedule.stages * config.window * shape.threads
     layout = cute.make_layout((slots, config.vec), stride=(config.vec, 1))
     smem = SmemAllocator()
     kv, score = (smem.allocate_tensor(BFloat16, layout, 16) for _ in range(2))
@@ -41,7 +41,7 @@ def ring_entry(ring: Ring, i: Int32) -> Callable[..., Int32]:
     """As `entry`, for the thread's i-th row."""
 
     def index(config: Config, place: Place, half: int, k: int) -> Int32:
-        slot = i % config.stages * config.window + half * config.ratio + k
+        slot = i % config.schedule.stages * config.window + half * config.ratio + k
         return slot * config.schedule.threads + ring.thread
 
     return index
@@ -68,4 +68,4 @@ def _fetch_half(
 
 def wait(config: Config) -> None:
     """Until the oldest of `stages` groups of copies has come."""
-    cute.arch.cp_async_wait_group(config.stages - 1)
+    cute.arch.cp_async_wait_group(config.schedule.stages - 1)
