@@ -55,6 +55,11 @@ def test_medians_by_hand(tmp_path: Path) -> None:
         ({**a_run(), "about": {}}, "need what `bench --json` wrote"),
         (a_run(unknown=1), "need what `bench --json` wrote"),
         ([], "need what `bench --json` wrote"),
+        (a_run(floor_us=None), "None is no figure"),
+        (a_run(notes=None), "need what `bench --json` wrote"),
+        (a_run(us={"ours": "abc"}), "'abc' is no figure"),
+        (a_run(us={"ours": float("nan")}), "nan is no figure"),
+        ({**a_run(), "copy_bytes_per_second": [4e12, 4e12]}, "1.json has another number of copy bandwidths than"),
     ],
 )
 def test_runs_that_do_not_belong_together(

@@ -86,7 +86,7 @@ def _print_medians(args: argparse.Namespace) -> int:
     others = ("smoke", "device", "pack", "without", "repeats")
     named = [f"--{name}" for name in others if getattr(args, name)]
     if named:
-        raise ValueError(f"--medians: got {' and '.join(named)} too, which only say what to measure")
+        raise ValueError(f"--medians: got {' and '.join(named)} too, need none of that: nothing is measured")
     _require_outputs(args)
     rows, bandwidths, about = medians(args.medians)
     print("\n".join([*(f"{name}: {text}" for name, text in about.items()), *table(rows)]), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ def medians(paths: Sequence[Path]) -> tuple[list[Row], list[float], dict[str, st
                 )
         if [_place(row) for row in run["rows"]] != [_place(row) for row in first["rows"]]:
             raise ValueError(f"--medians: {path} has other packs, directions or threads than {paths[0]}")
+        if len(run["copy_bytes_per_second"]) != len(first["copy_bytes_per_second"]):
+            raise ValueError(f"--medians: {path} has another number of copy bandwidths than {paths[0]}")
     rows = [_median(same) for same in zip(*(run["rows"] for run in runs), strict=True)]
     bandwidths = [statistics.median(same) for same in zip(*(run["copy_bytes_per_second"] for run in runs), strict=True)]
     about = {**first["about"], "command": "; ".join(dict.fromkeys(run["about"]["command"] for run in runs))}
@@ -49,10 +52,21 @@ def _read(path: Path) -> dict[str, Any]:
         run = json.loads(path.read_text())
         for row in run["rows"]:
             Row(**row)
-        [run["about"][what] for what in (*SAME, "command")] + [float(b) for b in run["copy_bytes_per_second"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            figures = [row["floor_us"], *(figure for name in _BY_SUBJECT for figure in row[name].values())]
+            _check_numbers(*figures, *_there(row[name] for name in _SINGLE))
+            list(row["notes"])
+        for what in (*SAME, "command"):
+            str(run["about"][what])
+        _check_numbers(*run["copy_bytes_per_second"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--medians: got {path}, need what `bench --json` wrote ({error})") from error
     return run  # type: ignore[no-any-return]
+
+
+def _check_numbers(*figures: object) -> None:
+    for figure in figures:
+        if not isinstance(figure, int | float) or not math.isfinite(figure):
+            raise ValueError(f"{figure!r} is no figure")
 
 
 def _place(row: dict[str, Any]) -> tuple[object, ...]:
