@@ -30,7 +30,7 @@ def enter_ring(config: Config) -> Ring:
     """Allocates the ring of a block."""
     tx, ty, _ = cute.arch.thread_idx()
     shape = config.schedule
-    slots = config.schedule.stages * config.window * shape.threads
+    slots = shape.stages * config.window * shape.threads
     layout = cute.make_layout((slots, config.vec), stride=(config.vec, 1))
     smem = SmemAllocator()
     kv, score = (smem.allocate_tensor(BFloat16, layout, 16) for _ in range(2))

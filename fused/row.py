@@ -211,18 +211,17 @@ def backward_row(
     grad_score: cute.Tensor,
     dscore: cute.Tensor,
     place: Place,
-    index: Constexpr = entry,
 ) -> None:
     """Write one row's column group of grad_kv and grad_score, and its fp32 dscore to `dscore`, (window, vec)."""
     tensors = kv, score, bias, grad_out, grad_kv, grad_score, dscore
     if cutlass.const_expr(config.coff == 1):
-        _backward_row(config, *tensors, place, 0, index)
+        _backward_row(config, *tensors, place, 0)
     elif place.first:
         for k in cutlass.range(own_block(config), unroll_full=config.on_gpu):
             dscore[k, None].fill(0.0)
-        _backward_row(config, *tensors, place, own_block(config), index)
+        _backward_row(config, *tensors, place, own_block(config))
     else:
-        _backward_row(config, *tensors, place, 0, index)
+        _backward_row(config, *tensors, place, 0)
 
 
 @cute.jit
@@ -237,14 +236,13 @@ def _backward_row(
     dscore: cute.Tensor,
     place: Place,
     start: Constexpr,
-    index: Constexpr,
 ) -> None:
-    scores, values = load_window(config, score, place, start, index), load_window(config, kv, place, start, index)
+    scores, values = load_window(config, score, place, start), load_window(config, kv, place, start)
     go = fragments(1, config, storage(config))
     cute.autovec_copy(grad_out[row_entry(place), None], go[0, None])
     dkv = fragments(config.window, config, storage(config))
     for one in config.each_column():
-        weights = softmax(one, scores, score, bias, place, start, index)
+        weights = softmax(one, scores, score, bias, place, start, entry)
         for k in cutlass.range(start, config.window, unroll_full=config.on_gpu):
             apply(term_of, one, (dscore, k), (go, 0), (values, k), (weights, k))
         total = lane_sum(one, dscore, start)

@@ -52,7 +52,7 @@ def own_entries(config: Config) -> int:
 
 
 def warps(config: Config) -> int:
-    return -(-config.schedule.threads_x * config.schedule.threads_y // WARP)
+    return -(-config.schedule.threads // WARP)
 
 
 def entry_of(config: Config, i: int, ty: Int32) -> tuple[int | Int32, int | Int32]:

@@ -28,7 +28,7 @@ def block_highest(config: Constexpr, x: cute.Tensor, block: Block) -> cute.Tenso
     """The maximum over a window for each of its threads, (1, vec)."""
     top = highest(config, 0, own_entries(config), x)
     width = config.schedule.threads_x
-    threads = cutlass.const_expr(width * config.schedule.threads_y)
+    threads = cutlass.const_expr(config.schedule.threads)
     other = fragments(1, config)
     for step in cutlass.range_constexpr((min(WARP, threads) // width).bit_length() - 1):
         for c in cutlass.range_constexpr(config.vec):
@@ -90,7 +90,7 @@ def serial_sums(
 @cute.jit
 def block_sums(config: Constexpr, block: Block, lanes: Constexpr, sums: cute.Tensor) -> None:
     """`serial_sums` by the whole block, synchronised before and after."""
-    threads = cutlass.const_expr(config.schedule.threads_x * config.schedule.threads_y)
+    threads = cutlass.const_expr(config.schedule.threads)
     cute.arch.sync_threads()
     serial_sums(config, block, lanes, sums, block.ty * config.schedule.threads_x + block.tx, threads)
     cute.arch.sync_threads()

@@ -33,15 +33,14 @@ def missing(table: tuple[cases.Case, ...]) -> dict[Scheduled, tuple[int, int, in
 
 def unfit(direction: Direction, s: Schedule) -> list[str]:
     """What the kernels take for granted about a schedule and this one lacks; only a GPU would show it otherwise."""
-    threads = s.threads_x * s.threads_y
     needs = {
-        "a block has 1024 threads at most": threads <= 1024,
-        "each row has a thread to locate it": s.rows <= threads,
+        "a block has 1024 threads at most": s.threads <= 1024,
+        "each row has a thread to locate it": s.rows <= s.threads,
     }
     if s.family == "streamed":
         # `block_highest`: the threads of a column group lie a power of two apart, in every warp alike.
         needs["column groups divide a warp"] = WARP % s.threads_x == 0
-        needs["warps are whole"] = threads % WARP == 0 or WARP % threads == 0
+        needs["warps are whole"] = s.threads % WARP == 0 or WARP % s.threads == 0
     if direction == "backward":
         # A thread adds its rows one after the other, which is a step of the halving tree for two of them alone.
         needs["a thread has one or two rows"] = s.rows_each in (1, 2)
