@@ -92,6 +92,19 @@ def div_by(a: Float32, b: Float32, r: Float32) -> Float32:
     return fma(fma(-q, b, a), r, q)
 
 
+def quotient(a: Float32, b: Float32, r: Float32) -> Float32:
+    """a / b rounded to nearest for 0 <= a <= 1 <= b < 2^100, given r = 1 / b rounded; the result may be subnormal.
+
+    In fp64: a quotient of two fp32 numbers is either a tie of the fp32 grid or farther from every tie than fp64 errs.
+    """
+    code = (
+        "{ .reg .f64 a, b, r, q, t; cvt.f64.f32 a, {$r0}; cvt.f64.f32 b, {$r1}; cvt.f64.f32 r, {$r2}; neg.f64 b, b; "
+        + "fma.rn.f64 t, b, r, 0d3FF0000000000000; fma.rn.f64 r, t, r, r; " * 2
+        + "mul.rn.f64 q, a, r; fma.rn.f64 t, b, q, a; fma.rn.f64 q, t, r, q; cvt.rn.f32.f64 {$w0}, q; }"
+    )
+    return _ptx(code, Float32, a, b, r)
+
+
 # NaN may be dropped: a NaN logit makes its own exp NaN, hence the sum, hence every weight.
 def maximum(a: Lane, b: Lane) -> Lane:
     return cute.where(b > a, b, a) if on_host(a) else cute.arch.fmax(a, b)

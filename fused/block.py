@@ -5,6 +5,8 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32
+from cutlass.base_dsl import Arch
+from cutlass.base_dsl.dsl import BaseDSL
 from cutlass.memory import SmemAllocator
 
 from .ape import accumulate, sum_leaves, total_of
@@ -26,6 +28,18 @@ def known_column_blocks(config: Config, column_blocks: Int32) -> Int32:
     if config.head_dim is None:
         return column_blocks
     return Int32(-(-config.head_dim // (config.vec * config.schedule.threads_x)))
+
+
+def launches_overlap() -> bool:
+    """Whether a kernel may be launched while the one before it ends, for which it then waits: from sm_90 on."""
+    arch = BaseDSL._get_dsl().get_arch_enum()  # the DSL has no public name for what it compiles for
+    return bool(arch >= Arch.sm_90)
+
+
+def let_next_launch() -> None:
+    """Let the next kernel be launched as soon as every block has come here."""
+    if launches_overlap():
+        cute.arch.griddepcontrol_launch_dependents()
 
 
 @cute.jit
@@ -87,6 +101,8 @@ def grad_ape_kernel(
     own_high, own_low = fragments(1, config), fragments(1, config)
     own_high.fill(0.0)
     own_low.fill(0.0)
+    if cutlass.const_expr(launches_overlap()):
+        cute.arch.griddepcontrol_wait()
     if at < size:
         rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
         sum_leaves(config, leaves, ceil_div(rows, LEAF_ROWS), parts, size, at, lane, own_high, own_low, Int32(0))

@@ -12,19 +12,21 @@ Family = Literal["loop", "registers", "streamed"]
 LEAF_ROWS = 32  # consecutive rows that one leaf of the dape tree sums
 LEAF_LANES = 32  # running sums that the leaves are dealt to
 MAX_RATIO = 256
-# Longest window: column groups and shares of a block, and blocks that a multiprocessor should hold. The best of those
-# tried on an H200 (65,536 tokens, windows 128 and 256): others took up to twice the time.
-STREAMED: dict[Direction, dict[int, tuple[int, int, int]]] = {
-    "forward": {128: (16, 8, 6), 256: (16, 16, 3), 2 * MAX_RATIO: (8, 32, 2)},
-    "backward": {128: (16, 16, 3), 256: (16, 16, 2), 2 * MAX_RATIO: (8, 32, 1)},
+# Longest window and least columns of a thread: column groups and shares of a block, and blocks that a multiprocessor
+# should hold. The best of those tried on an H200 (65,536 tokens, windows 128 and 256): others took up to twice as long.
+STREAMED: dict[Direction, dict[tuple[int, int], tuple[int, int, int]]] = {
+    "forward": {(128, 1): (16, 8, 9), (256, 4): (8, 16, 4), (256, 1): (16, 16, 3), (2 * MAX_RATIO, 1): (8, 32, 2)},
+    "backward": {(128, 1): (16, 8, 4), (256, 1): (16, 16, 2), (2 * MAX_RATIO, 1): (8, 32, 1)},
 }
-ROWS_EACH = 2  # of a streamed backward block: one row writes twice the dape workspace, four take too many registers
+# Rows, times a row's 32s of columns, from which on a streamed thread takes four columns forward (windows of 129 to 256)
+# and four rows backward, in place of two: fewer rows a block write more of the dape workspace, more leave few blocks.
+MANY_STREAMED = 1 << 10
 WARP = 32
 LONG_WINDOW = 32  # longer ones are streamed
 SHORT_WINDOW = 8  # longer ones have no schedule of their own for many rows
+SHORTEST_WINDOW = 4  # longer ones leave a backward thread no registers for a second row
 SCALAR_WINDOW = 16  # longer windows take one column a thread on the GPU, for their registers
 STATIC_HEAD_DIMS = (128, 512)  # of production: compiled in on the GPU; all others share a function
-MANY_ELEMENTS = 1 << 19  # of out, from which on whole leaves a backward block fill a large device
 # Elements of out from which on a forward thread takes several rows of a short window, and how many, the most first:
 # enough for a block's start to be forgotten, and few enough to leave each of 132 multiprocessors two blocks or three.
 ROWS_AHEAD = {3 << 20: 16, 1 << 20: 8, 3 << 18: 4}
@@ -42,6 +44,7 @@ class Schedule:
     rows_each: rows that a thread takes one after the other.
     min_blocks: blocks that a multiprocessor should hold at a time, which caps the registers.
     stages: rows of a thread that are fetched or in work at a time; 0 where each is loaded as the thread comes to it.
+    past_l1: whether kv and score are loaded past the L1 cache, which is left to the position bias (streamed).
     """
 
     family: Family
@@ -50,6 +53,7 @@ class Schedule:
     rows_each: int
     min_blocks: int
     stages: int = 0
+    past_l1: bool = False
 
     @property
     def threads(self) -> int:
@@ -120,19 +124,22 @@ class Config:
 def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows: int) -> Schedule:
     """The GPU schedule of a call of `rows` rows, of which a thread takes `vec` columns.
 
-    A backward block of the register family is one leaf of the dape tree: its row lanes times the one or two rows of a
-    thread are `LEAF_ROWS`.
+    A backward block takes a part of a leaf of the dape tree: its rows divide `LEAF_ROWS`.
     """
     if window > LONG_WINDOW:
-        width, shares, min_blocks = next(cut for longest, cut in STREAMED[direction].items() if window <= longest)
-        rows_each = ROWS_EACH if direction == "backward" else 1
-        return Schedule("streamed", min(width, 1 << (head_dim // vec - 1).bit_length()), shares, rows_each, min_blocks)
+        cuts = STREAMED[direction].items()
+        width, shares, min_blocks = next(cut for (longest, least), cut in cuts if window <= longest and vec >= least)
+        rows_each = 4 if head_dim // vec >= width and _many_streamed(head_dim, rows) else 2
+        width = min(width, 1 << (head_dim // vec - 1).bit_length())
+        if direction == "forward":
+            return Schedule("streamed", width, shares, 1, min_blocks, past_l1=True)
+        return Schedule("streamed", width, shares, rows_each, min_blocks)
     if window > SCALAR_WINDOW:
         return Schedule("registers", 32, 4, 1, 1) if direction == "forward" else Schedule("registers", 8, 32, 1, 1)
     if direction == "backward":
-        if window <= SHORT_WINDOW and rows * head_dim >= MANY_ELEMENTS:
-            return Schedule("registers", 16, 32, 1, 2)
-        return Schedule("registers", 16, 16, 2, 1)
+        if window > SHORT_WINDOW:
+            return Schedule("registers", 16, 16, 2, 1)
+        return Schedule("registers", 32, 16, 2 if window <= SHORTEST_WINDOW else 1, 2)
     if window > SHORT_WINDOW:
         return Schedule("registers", 32, 8, 1, 1)
     rows_each = next((count for least, count in ROWS_AHEAD.items() if rows * head_dim >= least), 1)
@@ -147,8 +154,13 @@ def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -
     if SCALAR_WINDOW < window <= LONG_WINDOW:
         return 1
     # The fewer instructions of four pay where there is work enough for as many threads.
-    many = rows * head_dim >= min(ROWS_AHEAD)
-    return 4 if direction == "forward" and window <= SHORT_WINDOW and many else 2
+    short = window <= SHORT_WINDOW and rows * head_dim >= min(ROWS_AHEAD)
+    long = 128 < window <= 256 and _many_streamed(head_dim, rows)
+    return 4 if direction == "forward" and (short or long) else 2
+
+
+def _many_streamed(head_dim: int, rows: int) -> bool:
+    return rows * -(-head_dim // 32) >= MANY_STREAMED
 
 
 def orders(window: int, head_dim: int, rows: int | None) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from cutlass import Constexpr, Int32
 
 from . import registers, streamed
 from .arith import ceil_div, storage
-from .block import LEAF_COLUMNS, grad_ape_kernel
+from .block import LEAF_COLUMNS, grad_ape_kernel, launches_overlap
 from .config import LEAF_LANES, LEAF_ROWS, Config
 from .window import columns
 
@@ -135,4 +135,5 @@ def backward(
         grid=(ceil_div(ape_columns, LEAF_COLUMNS), 1, 1),
         block=(LEAF_COLUMNS, LEAF_LANES, 1),
         stream=stream,
+        use_pdl=launches_overlap(),
     )

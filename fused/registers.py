@@ -8,7 +8,7 @@ from cutlass import Constexpr, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from .arith import add, apply
-from .block import clear_rowless, known_column_blocks, known_groups, locate_rows
+from .block import clear_rowless, known_column_blocks, known_groups, let_next_launch, locate_rows
 from .config import LEAF_ROWS
 from .gaps import zero_after_last
 from .ring import Ring, enter_ring, fetch, ring_entry, wait
@@ -103,40 +103,43 @@ def backward_kernel(
     config: Constexpr,
 ) -> None:
     shape = config.schedule
+    let_next_launch()
     groups, column_blocks = known_groups(config, groups), known_column_blocks(config, column_blocks)
     tx, ty, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    # As many blocks a leaf as there are column blocks; the others clear what has no row.
+    parts = cutlass.const_expr(shape.leaf_parts)
+    # A block takes one part of a leaf, rows `parts` apart; the first ones clear what has no row.
     if block >= rowless_blocks:
         block -= rowless_blocks
-        leaf = block // column_blocks
+        part = block // column_blocks
+        start = part // parts * LEAF_ROWS + part % parts
         group = block % column_blocks * shape.threads_x + tx
-        codes, ends = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, leaf * LEAF_ROWS, 1)
+        codes, ends = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, start, parts)
         bias = load_bias(config, ape, cutlass.min(group, groups - 1), groups)
         rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
         cute.arch.sync_threads()
         total, dscore = fragments(config.window, config), fragments(config.window, config)
         total.fill(0.0)
-        # A thread's rows are half a leaf apart: the first step of the halving tree.
+        # A thread's two rows are half a part apart: the first step of the halving tree.
         for i in cutlass.range(shape.rows_each):
             local = i * shape.threads_y + ty
-            row = leaf * LEAF_ROWS + local
+            row = start + local * parts
             if row < rows and group < groups:
                 place = place_of(row, codes[local], group, groups)
                 backward_row(config, kv, score, bias, grad_out, grad_kv, grad_score, dscore, place)
                 zero_after_last(config, grad_kv, grad_score, place, ends[local], Int32(0), Int32(1))
                 for k in cutlass.range(config.window, unroll_full=True):
                     apply(add, config, (total, k), (total, k), (dscore, k))
-        _block_sum(config, total, leaves, leaf, group, groups)
+        _block_sum(config, total, leaves, part, group, groups)
     else:
         clear_rowless(config, cu_seqlens, grad_kv, grad_score, segments, total_tokens, groups, block, rowless_blocks)
 
 
 @cute.jit
 def _block_sum(
-    config: Constexpr, total: cute.Tensor, leaves: cute.Tensor, leaf: Int32, group: Int32, groups: Int32
+    config: Constexpr, total: cute.Tensor, leaves: cute.Tensor, part: Int32, group: Int32, groups: Int32
 ) -> None:
-    """Halving tree over the block's row lanes, a few window entries at a time; writes the leaf's sums."""
+    """Halving tree over the block's row lanes, a few window entries at a time; writes the part's sums."""
     shape = config.schedule
     tx, ty, _ = cute.arch.thread_idx()
     staged = cutlass.const_expr(min(config.window, STAGED_ENTRIES))
@@ -155,7 +158,7 @@ def _block_sum(
                 for y in cutlass.range(shape.threads_y, unroll_full=True):
                     cute.autovec_copy(shared[y * slots + e * shape.threads_x + tx, None], sums[y, None])
                 halving_tree(config, sums, shape.threads_y, 1)
-                at = leaf * config.window * groups + ape_entry(
+                at = part * config.window * groups + ape_entry(
                     config, group, groups, w // config.ratio, w % config.ratio
                 )
                 cute.autovec_copy(sums[0, None], leaves[at, None])

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32
+from cutlass.cute.nvgpu import CacheEvictionPriority
 from cutlass.memory import SmemAllocator
 
-from .arith import NEG_INF
+from .arith import NEG_INF, storage
 from .config import WARP, Config
 from .row import add_bias
 from .window import Place, ape_entry, fragments
@@ -118,7 +119,10 @@ def _load_run(
 ) -> None:
     for i in run:
         half, k = entry_of(config, i, ty)
-        cute.autovec_copy(memory[index(config, place, half, k), None], own[i, None])
+        past = config.schedule.past_l1 and own.element_type is storage(config)
+        priority = CacheEvictionPriority.NO_ALLOCATE if past else CacheEvictionPriority.EVICT_NORMAL
+        at = index(config, place, half, k)
+        cute.autovec_copy(memory[at, None], own[i, None], l1c_evict_priority=priority)
 
 
 def bias_entry(config: Config, place: Place, half: int | Int32, k: Int32) -> Int32:

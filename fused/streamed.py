@@ -6,11 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Int32
 
-from .arith import FAR, add, apply, storage
-from .block import clear_rowless, known_groups, locate_rows
+from .arith import FAR, add, apply, quotient, reciprocal, storage
+from .block import clear_rowless, known_groups, let_next_launch, locate_rows
 from .config import LEAF_ROWS, Config
 from .gaps import zero_after_last
-from .row import divide, dkv_of, dscore_of, near_divide, near_powers, term_of, to_powers
+from .row import dkv_of, dscore_of, near_powers, term_of, to_powers
 from .shares import (
     Block,
     always_exists,
@@ -25,30 +25,32 @@ from .shares import (
     own_logits,
     runs,
 )
-from .sums import block_highest, lane_sum, pool_sum
+from .stack import enter_stack, pop, push, reversed_bits
+from .sums import block_highest, own_weight, pool_sum, put, slot, softmax_sum, take, to_plane
 from .window import Place, entry, fragments, place_of, row_entry, same, store_rounded
 
 
 @cute.jit
-def own_weights(
-    config: Constexpr, kv: cute.Tensor, score: cute.Tensor, ape: cute.Tensor, place: Place, block: Block
-) -> tuple[cute.Tensor, cute.Tensor]:
-    """The softmax weights of the thread's entries, (own, vec) fp32, and their values, (own, vec) in `storage`."""
+def powers_to_plane(
+    config: Constexpr, score: cute.Tensor, ape: cute.Tensor, bias: cute.Tensor, place: Place, block: Block
+) -> Int32:
+    """Put exp(logit - top) of the thread's entries into the plane; not 0 if `divisor` may not be quick about them.
+
+    bias: as `load_own_bias` gives it.
+    """
     scores = load_own(config, score, place, block.ty, entry, storage(config))
-    values = load_own(config, kv, place, block.ty, entry, storage(config))
-    bias = load_own_bias(config, ape, place.group, place.groups, block.ty)
     x = own_logits(config, scores, bias, place, block.ty)
     top = block_highest(config, x, block)
     far = own_powers(config, x, top, score, ape, place, block.ty)
-    own_divide(config, x, lane_sum(config, x, block), far)
-    return x, values
+    to_plane(config, x, block)
+    return far
 
 
 @cute.jit
 def own_powers(
     config: Constexpr, x: cute.Tensor, top: cute.Tensor, score: cute.Tensor, ape: cute.Tensor, place: Place, ty: Int32
 ) -> Int32:
-    """Turn the thread's logits into exp(x - top) in place; not 0 if `own_divide` may not be quick about them."""
+    """Turn the thread's logits into exp(x - top) in place; not 0 if one of them is far from the top."""
     count = cutlass.const_expr(own_entries(config))
     far = Int32(0)
     if cutlass.const_expr(config.fast):
@@ -76,16 +78,32 @@ def own_powers(
 
 
 @cute.jit
-def own_divide(config: Constexpr, x: cute.Tensor, total: cute.Tensor, far: Int32) -> None:
-    """Divide the thread's powers by their sum, in place."""
-    count = cutlass.const_expr(own_entries(config))
+def divisor(config: Constexpr, block: Block, far: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    """The sum of the powers in the plane and its reciprocal, (1, vec) each, by which `own_weight` divides.
+
+    Powers for which its division is not meant are divided here, in the plane, and both numbers are 1.
+    """
+    total, r = softmax_sum(config, block), fragments(1, config)
+    apply(reciprocal, config, (r, 0), (total, 0))
     if cutlass.const_expr(config.fast):
-        if far == 0:
-            near_divide(config, 0, count, x, total)
-        else:
-            divide(config, 0, count, x, total)
+        if far != 0:
+            _divide_plane(config, block, total, r)
     else:
-        divide(config, 0, count, x, total)
+        _divide_plane(config, block, total, r)
+    return total, r
+
+
+@cute.jit
+def _divide_plane(config: Constexpr, block: Block, total: cute.Tensor, r: cute.Tensor) -> None:
+    weight = fragments(1, config)
+    for i in cutlass.range(own_entries(config), unroll=1):
+        if i * config.schedule.threads_y + block.ty < config.window:
+            at = slot(config, i, block)
+            cute.autovec_copy(block.plane[at, None], weight[0, None])
+            apply(quotient, config, (weight, 0), (weight, 0), (total, 0), (r, 0))
+            cute.autovec_copy(weight[0, None], block.plane[at, None])
+    total.fill(1.0)
+    r.fill(1.0)
 
 
 @cute.kernel
@@ -110,11 +128,15 @@ def forward_kernel(
     codes, _ = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, row, 1)
     block = enter_block(config)
     group = number % column_blocks * shape.threads_x + block.tx
-    cute.arch.sync_threads()
     # Threads past the last column work on the last one's, and keep it to themselves.
-    place = place_of(row, codes[0], cutlass.min(group, groups - 1), groups)
-    weights, values = own_weights(config, kv, score, ape, place, block)
-    pooled = pool_sum(config, weights, values, block)
+    column = cutlass.min(group, groups - 1)
+    bias = load_own_bias(config, ape, column, groups, block.ty)
+    cute.arch.sync_threads()
+    place = place_of(row, codes[0], column, groups)
+    far = powers_to_plane(config, score, ape, bias, place, block)
+    values = load_own(config, kv, place, block.ty, entry, storage(config))
+    total, r = divisor(config, block, far)
+    pooled = pool_sum(config, values, total, r, block)
     if block.ty == 0 and group < groups:
         store_rounded(config, out, row_entry(place), same, (pooled, 0))
 
@@ -140,6 +162,7 @@ def backward_kernel(
 ) -> None:
     """A block takes one part of a leaf: rows `LEAF_ROWS / rows_each` apart, the first steps of the halving tree."""
     shape = config.schedule
+    let_next_launch()
     groups = known_groups(config, groups)
     number, _, _ = cute.arch.block_idx()
     parts = cutlass.const_expr(shape.leaf_parts)
@@ -148,22 +171,27 @@ def backward_kernel(
         part = number // column_blocks
         start = part // parts * LEAF_ROWS + part % parts
         codes, ends = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, start, parts)
-        block = enter_block(config)
+        block, stack = enter_block(config), enter_stack(config)
         group = number % column_blocks * shape.threads_x + block.tx
         inside = group < groups
         rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
         total = fragments(own_entries(config), config)
         total.fill(0.0)
         cute.arch.sync_threads()
-        for local in cutlass.range(shape.rows_each):
+        for i in cutlass.range(shape.rows_each):
+            push(config, stack, total, i)
+            local = reversed_bits(i, shape.rows_each)
             row = start + local * parts
             if row < rows:
                 place = place_of(row, codes[local], cutlass.min(group, groups - 1), groups)
-                weights, values = own_weights(config, kv, score, ape, place, block)
-                store_gradients(config, weights, values, grad_out, grad_kv, grad_score, total, place, inside, block)
+                bias = load_own_bias(config, ape, place.group, groups, block.ty)
+                far = powers_to_plane(config, score, ape, bias, place, block)
+                values = load_own(config, kv, place, block.ty, entry, storage(config))
+                store_gradients(config, far, values, grad_out, grad_kv, grad_score, total, place, inside, block)
                 if inside:
                     lanes = Int32(shape.threads_y)
                     zero_after_last(config, grad_kv, grad_score, place, ends[local], block.ty, lanes)
+            pop(config, stack, total, i)
         if inside:
             leaf = columns_of_part(config, leaves, part, groups)
             _store_part(config, total, leaf, any_row(group, groups), block.ty)
@@ -174,7 +202,7 @@ def backward_kernel(
 @cute.jit
 def store_gradients(
     config: Constexpr,
-    weights: cute.Tensor,
+    far: Int32,
     values: cute.Tensor,
     grad_out: cute.Tensor,
     grad_kv: cute.Tensor,
@@ -185,12 +213,23 @@ def store_gradients(
     block: Block,
 ) -> None:
     """Write the gradients of the thread's entries of one row, and add their dscore to `total`, (own, vec) fp32."""
-    dscore = fragments(own_entries(config), config)
     go = fragments(1, config, storage(config))
     cute.autovec_copy(grad_out[row_entry(place), None], go[0, None])
-    for i in cutlass.range_constexpr(own_entries(config)):
-        apply(term_of, config, (dscore, i), (go, 0), (values, i), (weights, i))
-    sum_of_terms = lane_sum(config, dscore, block)
+    weights, term = fragments(own_entries(config), config), fragments(1, config)
+    by, r = divisor(config, block, far)
+    for run in cutlass.const_expr(runs(config)):
+        writes = inside
+        if cutlass.const_expr(not always_exists(config, run[0])):
+            writes = writes & exists(config, place, run[0], block.ty)
+        for i in cutlass.const_expr(run):
+            own_weight(config, i, block, by, r, weights, i)
+            apply(term_of, config, (term, 0), (go, 0), (values, i), (weights, i))
+            put(config, i, block, term, 0)
+        if writes:
+            for i in cutlass.const_expr(run):
+                half, k = entry_of(config, i, block.ty)
+                store_rounded(config, grad_kv, entry(config, place, half, k), dkv_of, (go, 0), (weights, i))
+    sum_of_terms = softmax_sum(config, block)
     for run in cutlass.const_expr(runs(config)):
         writes = inside
         if cutlass.const_expr(not always_exists(config, run[0])):
@@ -198,11 +237,10 @@ def store_gradients(
         if writes:
             for i in cutlass.const_expr(run):
                 half, k = entry_of(config, i, block.ty)
-                at = entry(config, place, half, k)
-                apply(dscore_of, config, (dscore, i), (weights, i), (sum_of_terms, 0), (dscore, i))
-                store_rounded(config, grad_score, at, same, (dscore, i))
-                store_rounded(config, grad_kv, at, dkv_of, (go, 0), (weights, i))
-                apply(add, config, (total, i), (total, i), (dscore, i))
+                take(config, i, block, term, 0)
+                apply(dscore_of, config, (term, 0), (weights, i), (sum_of_terms, 0), (term, 0))
+                store_rounded(config, grad_score, entry(config, place, half, k), same, (term, 0))
+                apply(add, config, (total, i), (total, i), (term, 0))
 
 
 def columns_of_part(config: Config, leaves: cute.Tensor, part: Int32, groups: Int32) -> cute.Tensor:

@@ -13,13 +13,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32
 
-from .arith import Group, add, apply, maximum, mul
+from .arith import Group, add, apply, div_by, maximum, mul
 from .config import WARP, Config
 from .row import combine_accumulators, highest
 from .shares import Block, own_entries, warps
 from .window import fragments
 
 BATCH = 8  # terms of a serial sum
+TOGETHER = 4  # entries that a thread reads from the plane at a time
 MOST_SUMS = 16  # accumulators that one thread combines in registers
 
 
@@ -38,22 +39,54 @@ def block_highest(config: Constexpr, x: cute.Tensor, block: Block) -> cute.Tenso
     if thread % WARP < width:
         cute.autovec_copy(top[0, None], block.tops[thread // WARP * width + block.tx, None])
     cute.arch.sync_threads()
-    for warp in cutlass.range_constexpr(warps(config)):
+    # Not unrolled: there are no registers for the maxima of eight warps at once.
+    for warp in cutlass.range(warps(config), unroll=2):
         cute.autovec_copy(block.tops[warp * width + block.tx, None], other[0, None])
         apply(maximum, config, (top, 0), (top, 0), (other, 0))
     return top
 
 
+def slot(config: Config, i: int | Int32, block: Block) -> Int32:
+    """Where in the plane the thread's i-th entry is."""
+    return (i * config.schedule.threads_y + block.ty) * config.schedule.threads_x + block.tx
+
+
+@cute.jit
+def put(config: Constexpr, i: Constexpr, block: Block, own: cute.Tensor, at: Constexpr) -> None:
+    """Write entry `at` of `own` to the plane as the thread's i-th, if it has one."""
+    if cutlass.const_expr((i + 1) * config.schedule.threads_y <= config.window):
+        cute.autovec_copy(own[at, None], block.plane[slot(config, i, block), None])
+    elif i * config.schedule.threads_y + block.ty < config.window:
+        cute.autovec_copy(own[at, None], block.plane[slot(config, i, block), None])
+
+
+@cute.jit
+def take(config: Constexpr, i: Constexpr, block: Block, own: cute.Tensor, at: Constexpr) -> None:
+    """Read the thread's i-th entry of the plane into entry `at` of `own`; 0 if it has none."""
+    if cutlass.const_expr(i % TOGETHER == 0 and i > 0):
+        cute.arch.sync_warp()  # keeps registers from filling with what is read too early
+    if cutlass.const_expr((i + 1) * config.schedule.threads_y <= config.window):
+        cute.autovec_copy(block.plane[slot(config, i, block), None], own[at, None])
+    else:
+        own[at, None].fill(0.0)
+        if i * config.schedule.threads_y + block.ty < config.window:
+            cute.autovec_copy(block.plane[slot(config, i, block), None], own[at, None])
+
+
 @cute.jit
 def to_plane(config: Constexpr, own: cute.Tensor, block: Block) -> None:
     """Put the thread's entries where the serial sums read them."""
-    width, shares = config.schedule.threads_x, config.schedule.threads_y
     for i in cutlass.range_constexpr(own_entries(config)):
-        w = i * shares + block.ty
-        if cutlass.const_expr((i + 1) * shares <= config.window):
-            cute.autovec_copy(own[i, None], block.plane[w * width + block.tx, None])
-        elif w < config.window:
-            cute.autovec_copy(own[i, None], block.plane[w * width + block.tx, None])
+        put(config, i, block, own, i)
+
+
+@cute.jit
+def own_weight(
+    config: Constexpr, i: Constexpr, block: Block, total: cute.Tensor, r: cute.Tensor, own: cute.Tensor, at: Constexpr
+) -> None:
+    """The softmax weight of the thread's i-th entry into entry `at` of `own`: its power in the plane over the sum."""
+    take(config, i, block, own, at)
+    apply(div_by, config, (own, at), (own, at), (total, 0), (r, 0))
 
 
 @cute.jit
@@ -130,9 +163,8 @@ def _own_slots(config: Config, block: Block, sums: cute.Tensor, count: int) -> c
 
 
 @cute.jit
-def lane_sum(config: Constexpr, terms: cute.Tensor, block: Block) -> cute.Tensor:
-    """The sum over a window in softmax order for each of its threads, (1, vec); `terms` as `own_logits` has them."""
-    to_plane(config, terms, block)
+def softmax_sum(config: Constexpr, block: Block) -> cute.Tensor:
+    """The sum of the plane's entries in softmax order for each thread, (1, vec)."""
     block_sums(config, block, config.softmax_lanes, block.sums)
     if cutlass.const_expr(config.softmax_lanes > 1):
         if block.ty == 0:
@@ -143,35 +175,42 @@ def lane_sum(config: Constexpr, terms: cute.Tensor, block: Block) -> cute.Tensor
     return total
 
 
-def _add_product(config: Config, sums: cute.Tensor, i: int, weight: Group, value: Group) -> None:
-    """Add the product of the thread's i-th entry, where its accumulators of the pooling sum are its own."""
-    at = i % (4 * config.pool_lanes // config.schedule.threads_y)  # entry k goes to accumulator k % (4 * pool_lanes)
-    apply(lambda s, p, v: add(s, mul(v, p)), config, (sums, at), (sums, at), weight, value)
-
-
-def _store_accumulators(config: Config, sums: cute.Tensor, accumulators: cute.Tensor, tx: Int32, ty: Int32) -> None:
-    """Share the thread's accumulators."""
-    shares, width = config.schedule.threads_y, config.schedule.threads_x
-    for a in range(4 * config.pool_lanes // shares):
-        cute.autovec_copy(sums[a, None], accumulators[(a * shares + ty) * width + tx, None])
-
-
 @cute.jit
-def pool_sum(config: Constexpr, weights: cute.Tensor, values: cute.Tensor, block: Block) -> cute.Tensor:
-    """sum_k p_k * kv_k in reduction order, (1, vec), for the threads of ty = 0."""
+def pool_sum(
+    config: Constexpr, values: cute.Tensor, total: cute.Tensor, r: cute.Tensor, block: Block
+) -> cute.Tensor:
+    """sum_k p_k * kv_k in reduction order, (1, vec), for the threads of ty = 0; p_k as `own_weight` has it."""
+    shares, width = config.schedule.threads_y, config.schedule.threads_x
     accumulators = cutlass.const_expr(4 * config.pool_lanes)
-    if cutlass.const_expr(accumulators % config.schedule.threads_y == 0):
-        sums = fragments(accumulators // config.schedule.threads_y, config)
+    weight = fragments(1, config)
+    if cutlass.const_expr(accumulators % shares == 0):
+        each = cutlass.const_expr(accumulators // shares)
+        sums = fragments(each, config)
         sums.fill(0.0)
         for i in cutlass.range_constexpr(own_entries(config)):
-            _add_product(config, sums, i, (weights, i), (values, i))
-        _store_accumulators(config, sums, block.accumulators, block.tx, block.ty)
+            own_weight(config, i, block, total, r, weight, 0)
+            # Entry k goes to accumulator k % accumulators, so that a thread's are its own.
+            _add_product(config, sums, i % each, (weight, 0), (values, i))
+        for a in cutlass.range_constexpr(each):
+            cute.autovec_copy(sums[a, None], block.accumulators[(a * shares + block.ty) * width + block.tx, None])
         cute.arch.sync_threads()
     else:
         for i in cutlass.range_constexpr(own_entries(config)):
-            apply(mul, config, (weights, i), (values, i), (weights, i))
-        to_plane(config, weights, block)
+            own_weight(config, i, block, total, r, weight, 0)
+            apply(mul, config, (weight, 0), (values, i), (weight, 0))
+            put(config, i, block, weight, 0)
         block_sums(config, block, accumulators, block.accumulators)
+    return combined(config, block)
+
+
+def _add_product(config: Config, sums: cute.Tensor, at: int, weight: Group, value: Group) -> None:
+    apply(lambda s, p, v: add(s, mul(v, p)), config, (sums, at), (sums, at), weight, value)
+
+
+@cute.jit
+def combined(config: Constexpr, block: Block) -> cute.Tensor:
+    """The accumulators combined, (1, vec), for the threads of ty = 0."""
+    accumulators = cutlass.const_expr(4 * config.pool_lanes)
     pooled = fragments(1, config)
     if block.ty == 0:
         if cutlass.const_expr(accumulators <= MOST_SUMS):
