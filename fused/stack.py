@@ -6,6 +6,8 @@ level waits for its other half. The last is in registers, the others in the thre
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32
@@ -17,11 +19,16 @@ from .shares import own_entries
 from .window import fragments
 
 
+def stacks(config: Config) -> bool:
+    """Whether a sum ever waits: one or two rows need no more than the registers."""
+    return config.schedule.rows_each > 2
+
+
 def enter_stack(config: Config) -> cute.Tensor | None:
     """Slots for the sums of dscore that wait, (levels * own * threads, vec) fp32; None where none ever does."""
-    levels = config.schedule.rows_each.bit_length() - 2
-    if levels <= 0:
+    if not stacks(config):
         return None
+    levels = config.schedule.rows_each.bit_length() - 2
     slots = levels * own_entries(config) * config.schedule.threads
     layout = cute.make_layout((slots, config.vec), stride=(config.vec, 1))
     stack: cute.Tensor = SmemAllocator().allocate_tensor(Float32, layout, 16)
@@ -44,9 +51,9 @@ def _slot(config: Config, level: Int32, i: int) -> Int32:
 
 
 @cute.jit
-def push(config: Constexpr, stack: cute.Tensor | None, total: cute.Tensor, i: Int32) -> None:
+def push(config: Constexpr, stack: Any, total: cute.Tensor, i: Int32) -> None:
     """Before the i-th row: put the sum in registers away if the row begins another one."""
-    if stack is not None:
+    if cutlass.const_expr(stacks(config)):
         if i > 0 and i % 2 == 0:
             # There is a sum for every bit set in the number of pairs, and all but the last wait already.
             level = cute.arch.popc(i // 2) - 1
@@ -56,9 +63,9 @@ def push(config: Constexpr, stack: cute.Tensor | None, total: cute.Tensor, i: In
 
 
 @cute.jit
-def pop(config: Constexpr, stack: cute.Tensor | None, total: cute.Tensor, i: Int32) -> None:
+def pop(config: Constexpr, stack: Any, total: cute.Tensor, i: Int32) -> None:
     """After the i-th row: add what has waited for the sum in registers."""
-    if stack is not None:
+    if cutlass.const_expr(stacks(config)):
         if i % 2 == 1:
             carry = i // 2
             while carry % 2 == 1:

@@ -81,7 +81,7 @@ def own_powers(
 def divisor(config: Constexpr, block: Block, far: Int32) -> tuple[cute.Tensor, cute.Tensor]:
     """The sum of the powers in the plane and its reciprocal, (1, vec) each, by which `own_weight` divides.
 
-    Powers for which its division is not meant are divided here, in the plane, and both numbers are 1.
+    Powers for which its fast division is not meant are divided here, in the plane, and both numbers are 1.
     """
     total, r = softmax_sum(config, block), fragments(1, config)
     apply(reciprocal, config, (r, 0), (total, 0))

@@ -84,9 +84,10 @@ def to_plane(config: Constexpr, own: cute.Tensor, block: Block) -> None:
 def own_weight(
     config: Constexpr, i: Constexpr, block: Block, total: cute.Tensor, r: cute.Tensor, own: cute.Tensor, at: Constexpr
 ) -> None:
-    """The softmax weight of the thread's i-th entry into entry `at` of `own`: its power in the plane over the sum."""
+    """The softmax weight of the thread's i-th entry into entry `at` of `own`, by what `divisor` has given."""
     take(config, i, block, own, at)
-    apply(div_by, config, (own, at), (own, at), (total, 0), (r, 0))
+    if cutlass.const_expr(config.fast):
+        apply(div_by, config, (own, at), (own, at), (total, 0), (r, 0))
 
 
 @cute.jit

@@ -11,7 +11,7 @@ import torch
 
 from csa_gate import _bench_measure, _bench_picture, _bench_subjects
 from csa_gate.__main__ import main
-from csa_gate._bench_clock import CpuClock
+from csa_gate._bench_clock import CpuClock, alone
 from csa_gate._bench_measure import Row, differing, measure
 from csa_gate._bench_packs import DIRECTIONS, PACKS, Pack, choose, floor_us
 from csa_gate._bench_report import aims, percent, speedup, table, targets, times
@@ -453,3 +453,16 @@ def test_picture(tmp_path, capsys, monkeypatch):
     assert (status, out) == (2, "")
     assert "--picture: needs matplotlib: pip install csa-gate[bench]" in err
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("spans", "part"),
+    [
+        ([(0.0, 8.0, False), (9.0, 11.0, True)], 0.2),
+        ([(0.0, 8.0, False), (3.0, 10.0, True)], 0.2),  # launched early, and waiting
+        ([(3.0, 10.0, True), (0.0, 8.0, False), (20.0, 28.0, False), (23.0, 30.0, True)], 0.2),
+        ([(0.0, 8.0, False)], 0.0),
+    ],
+)
+def test_a_kernel_that_waits_takes_no_time(spans: list[tuple[float, float, bool]], part: float) -> None:
+    assert alone(spans) == pytest.approx(part)

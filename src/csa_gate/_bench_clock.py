@@ -40,7 +40,7 @@ class Clock(Protocol):
         """Memory that a call takes at most, what it returns included."""
 
     def dape_share(self, call: Call) -> float | None:
-        """The part of a call's time that kernels with `grad_ape` in their names take."""
+        """The part of a call's time on the device in which nothing but kernels with `grad_ape` in their names runs."""
 
     def bandwidth(self) -> float:
         """Bytes a second, read and written, of fp32 `add(x, 1, out=y)`."""
@@ -109,8 +109,8 @@ class CudaClock:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             _repeat(call, self._repeats)
             torch.cuda.synchronize()
-        times: dict[str, float] = {event.key: event.self_device_time_total for event in profile.key_averages()}
-        return sum(t for name, t in times.items() if "grad_ape" in name) / sum(times.values())
+        on_device = [e for e in profile.events() if e.device_type == torch._C._autograd.DeviceType.CUDA]
+        return alone([(e.time_range.start, e.time_range.end, "grad_ape" in e.name) for e in on_device])
 
     def bandwidth(self) -> float:
         return _bandwidth(self, self._device, 1 << 27)
@@ -144,6 +144,20 @@ class CpuClock:
 
     def bandwidth(self) -> float:
         return _bandwidth(self, torch.device("cpu"), self._elements)
+
+
+def alone(spans: Sequence[tuple[float, float, bool]]) -> float:
+    """Of the time in which a kernel ran, the part in which none but marked ones did.
+
+    spans: (start, end, marked) of kernels of one stream, of which each ends after the one before; a marked one may
+        start while that still runs, and waits for it.
+    """
+    total = marked = until = 0.0
+    for start, end, mark in sorted(spans):
+        more = max(end - max(start, until), 0.0)
+        total, until = total + more, max(until, end)
+        marked += more if mark else 0.0
+    return marked / total
 
 
 def _bandwidth(clock: Clock, device: torch.device, elements: int) -> float:
