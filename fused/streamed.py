@@ -230,6 +230,9 @@ def store_gradients(
                 half, k = entry_of(config, i, block.ty)
                 store_rounded(config, grad_kv, entry(config, place, half, k), dkv_of, (go, 0), (weights, i))
     sum_of_terms = softmax_sum(config, block)
+    dscore = fragments(own_entries(config), config)
+    for i in cutlass.range_constexpr(own_entries(config)):
+        take(config, i, block, dscore, i)
     for run in cutlass.const_expr(runs(config)):
         writes = inside
         if cutlass.const_expr(not always_exists(config, run[0])):
@@ -237,10 +240,9 @@ def store_gradients(
         if writes:
             for i in cutlass.const_expr(run):
                 half, k = entry_of(config, i, block.ty)
-                take(config, i, block, term, 0)
-                apply(dscore_of, config, (term, 0), (weights, i), (sum_of_terms, 0), (term, 0))
-                store_rounded(config, grad_score, entry(config, place, half, k), same, (term, 0))
-                apply(add, config, (total, i), (total, i), (term, 0))
+                apply(dscore_of, config, (dscore, i), (weights, i), (sum_of_terms, 0), (dscore, i))
+                store_rounded(config, grad_score, entry(config, place, half, k), same, (dscore, i))
+                apply(add, config, (total, i), (total, i), (dscore, i))
 
 
 def columns_of_part(config: Config, leaves: cute.Tensor, part: Int32, groups: Int32) -> cute.Tensor:

@@ -62,7 +62,7 @@ def put(config: Constexpr, i: Constexpr, block: Block, own: cute.Tensor, at: Con
 
 @cute.jit
 def take(config: Constexpr, i: Constexpr, block: Block, own: cute.Tensor, at: Constexpr) -> None:
-    """Read the thread's i-th entry of the plane into entry `at` of `own`; 0 if it has none."""
+    """Read the thread's i-th entry of the plane into entry `at` of `own`; 0 if it has none. For whole warps."""
     if cutlass.const_expr(i % TOGETHER == 0 and i > 0):
         cute.arch.sync_warp()  # keeps registers from filling with what is read too early
     if cutlass.const_expr((i + 1) * config.schedule.threads_y <= config.window):
