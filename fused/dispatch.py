@@ -125,7 +125,10 @@ def _why_not(
 
 
 def _leaf_parts(window: int, on_gpu: bool) -> int:
-    """`leaf_parts` of the backward's schedules for this window: rows and columns make no difference to it."""
+    """The most `leaf_parts` of the backward's schedules for this window, which a call of a single row has.
+
+    Shapes beside the window, which torch.compile may trace as symbols, do not enter.
+    """
     return schedule_of("backward", window, 1, 1, 1).leaf_parts if on_gpu else LOOP.leaf_parts
 
 
