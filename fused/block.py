@@ -30,6 +30,12 @@ def known_column_blocks(config: Config, column_blocks: Int32) -> Int32:
     return Int32(-(-config.head_dim // (config.vec * config.schedule.threads_x)))
 
 
+def first_row(config: Config, part: Int32) -> Int32:
+    """The first row of one part of a leaf; the others follow `leaf_parts` apart."""
+    parts = config.schedule.leaf_parts
+    return part // parts * LEAF_ROWS + part % parts
+
+
 def launches_overlap() -> bool:
     """Whether a kernel may be launched while the one before it ends, for which it then waits: from sm_90 on."""
     arch = BaseDSL._get_dsl().get_arch_enum()  # the DSL has no public name for what it compiles for

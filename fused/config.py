@@ -12,14 +12,15 @@ Family = Literal["loop", "registers", "streamed"]
 LEAF_ROWS = 32  # consecutive rows that one leaf of the dape tree sums
 LEAF_LANES = 32  # running sums that the leaves are dealt to
 MAX_RATIO = 256
-# Longest window and least columns of a thread: column groups and shares of a block, and blocks that a multiprocessor
-# should hold. The best of those tried on an H200 (65,536 tokens, windows 128 and 256): others took up to twice as long.
+# Longest window and least columns of a thread, the most first: column groups and shares of a block, and blocks that a
+# multiprocessor should hold. The best of those tried on an H200 (65,536 tokens, windows 128 and 256): others took up to
+# twice as long.
 STREAMED: dict[Direction, dict[tuple[int, int], tuple[int, int, int]]] = {
     "forward": {(128, 1): (16, 8, 7), (256, 4): (8, 16, 4), (256, 1): (16, 16, 3), (2 * MAX_RATIO, 1): (8, 32, 2)},
     "backward": {(128, 1): (16, 8, 4), (256, 1): (16, 16, 2), (2 * MAX_RATIO, 1): (8, 32, 1)},
 }
-# Rows, times a row's 32s of columns, from which on a streamed thread takes four columns forward (windows of 129 to 256)
-# and four rows backward, in place of two: fewer rows a block write more of the dape workspace, more leave few blocks.
+# Rows, times a row's 32s of columns, from which on a streamed thread takes more than two columns, where `STREAMED` has
+# them, and a block four rows backward in place of two: fewer write more of the dape workspace, more leave few blocks.
 MANY_STREAMED = 1 << 10
 WARP = 32
 LONG_WINDOW = 32  # longer ones are streamed
@@ -129,11 +130,12 @@ def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows
     if window > LONG_WINDOW:
         cuts = STREAMED[direction].items()
         width, shares, min_blocks = next(cut for (longest, least), cut in cuts if window <= longest and vec >= least)
-        rows_each = 4 if head_dim // vec >= width and _many_streamed(head_dim, rows) else 2
-        width = min(width, 1 << (head_dim // vec - 1).bit_length())
+        groups = head_dim // vec
+        threads_x = min(width, 1 << (groups - 1).bit_length())
         if direction == "forward":
-            return Schedule("streamed", width, shares, 1, min_blocks, past_l1=True)
-        return Schedule("streamed", width, shares, rows_each, min_blocks)
+            return Schedule("streamed", threads_x, shares, 1, min_blocks, past_l1=True)
+        rows_each = 4 if groups >= width and _many_streamed(head_dim, rows) else 2
+        return Schedule("streamed", threads_x, shares, rows_each, min_blocks)
     if window > SCALAR_WINDOW:
         return Schedule("registers", 32, 4, 1, 1) if direction == "forward" else Schedule("registers", 8, 32, 1, 1)
     if direction == "backward":
@@ -154,9 +156,11 @@ def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -
     if SCALAR_WINDOW < window <= LONG_WINDOW:
         return 1
     # The fewer instructions of four pay where there is work enough for as many threads.
-    short = window <= SHORT_WINDOW and rows * head_dim >= min(ROWS_AHEAD)
-    long = 128 < window <= 256 and _many_streamed(head_dim, rows)
-    return 4 if direction == "forward" and (short or long) else 2
+    if window > LONG_WINDOW:
+        most = next(least for longest, least in STREAMED[direction] if window <= longest)
+        return most if most > 2 and _many_streamed(head_dim, rows) else 2
+    many = rows * head_dim >= min(ROWS_AHEAD)
+    return 4 if direction == "forward" and window <= SHORT_WINDOW and many else 2
 
 
 def _many_streamed(head_dim: int, rows: int) -> bool:

@@ -8,8 +8,7 @@ from cutlass import Constexpr, Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from .arith import add, apply
-from .block import clear_rowless, known_column_blocks, known_groups, let_next_launch, locate_rows
-from .config import LEAF_ROWS
+from .block import clear_rowless, first_row, known_column_blocks, known_groups, let_next_launch, locate_rows
 from .gaps import zero_after_last
 from .ring import Ring, enter_ring, fetch, ring_entry, wait
 from .row import backward_row, forward_row, halving_tree
@@ -112,7 +111,7 @@ def backward_kernel(
     if block >= rowless_blocks:
         block -= rowless_blocks
         part = block // column_blocks
-        start = part // parts * LEAF_ROWS + part % parts
+        start = first_row(config, part)
         group = block % column_blocks * shape.threads_x + tx
         codes, ends = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, start, parts)
         bias = load_bias(config, ape, cutlass.min(group, groups - 1), groups)

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Int32
 
 from .arith import FAR, add, apply, quotient, reciprocal, storage
-from .block import clear_rowless, known_groups, let_next_launch, locate_rows
-from .config import LEAF_ROWS, Config
+from .block import clear_rowless, first_row, known_groups, let_next_launch, locate_rows
+from .config import Config
 from .gaps import zero_after_last
 from .row import dkv_of, dscore_of, near_powers, term_of, to_powers
 from .shares import (
@@ -169,7 +169,7 @@ def backward_kernel(
     if number >= rowless_blocks:
         number -= rowless_blocks
         part = number // column_blocks
-        start = part // parts * LEAF_ROWS + part % parts
+        start = first_row(config, part)
         codes, ends = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, start, parts)
         block, stack = enter_block(config), enter_stack(config)
         group = number % column_blocks * shape.threads_x + block.tx
@@ -218,9 +218,7 @@ def store_gradients(
     weights, term = fragments(own_entries(config), config), fragments(1, config)
     by, r = divisor(config, block, far)
     for run in cutlass.const_expr(runs(config)):
-        writes = inside
-        if cutlass.const_expr(not always_exists(config, run[0])):
-            writes = writes & exists(config, place, run[0], block.ty)
+        writes = written(config, place, inside, run, block.ty)
         for i in cutlass.const_expr(run):
             own_weight(config, i, block, by, r, weights, i)
             apply(term_of, config, (term, 0), (go, 0), (values, i), (weights, i))
@@ -234,15 +232,17 @@ def store_gradients(
     for i in cutlass.range_constexpr(own_entries(config)):
         take(config, i, block, dscore, i)
     for run in cutlass.const_expr(runs(config)):
-        writes = inside
-        if cutlass.const_expr(not always_exists(config, run[0])):
-            writes = writes & exists(config, place, run[0], block.ty)
-        if writes:
+        if written(config, place, inside, run, block.ty):
             for i in cutlass.const_expr(run):
                 half, k = entry_of(config, i, block.ty)
                 apply(dscore_of, config, (dscore, i), (weights, i), (sum_of_terms, 0), (dscore, i))
                 store_rounded(config, grad_score, entry(config, place, half, k), same, (dscore, i))
                 apply(add, config, (total, i), (total, i), (dscore, i))
+
+
+def written(config: Config, place: Place, inside: Boolean, run: range, ty: Int32) -> Boolean:
+    """Whether a thread has gradients to write for a run of entries."""
+    return inside if always_exists(config, run[0]) else inside & exists(config, place, run[0], ty)
 
 
 def columns_of_part(config: Config, leaves: cute.Tensor, part: Int32, groups: Int32) -> cute.Tensor:
