@@ -99,26 +99,28 @@ def grad_ape_kernel(
     """One block sums `LEAF_COLUMNS` columns of grad_ape; a leaf comes in `parts` parts."""
     tx, lane, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    at = block * LEAF_COLUMNS + tx
-    slots = cutlass.const_expr(LEAF_LANES * LEAF_COLUMNS)
-    layout = cute.make_layout((slots, 1), stride=(1, 1))
+    width = cutlass.const_expr(LEAF_COLUMNS // config.vec)
+    at = block * width + tx
+    slots = cutlass.const_expr(LEAF_LANES * width)
+    layout = cute.make_layout((slots, config.vec), stride=(config.vec, 1))
     smem = SmemAllocator()
     high, low = smem.allocate_tensor(Float32, layout, 16), smem.allocate_tensor(Float32, layout, 16)
     own_high, own_low = fragments(1, config), fragments(1, config)
     own_high.fill(0.0)
     own_low.fill(0.0)
+    # Before the wait: what came before both kernels has ended, or the first would not have begun.
+    rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
     if cutlass.const_expr(launches_overlap()):
         cute.arch.griddepcontrol_wait()
     if at < size:
-        rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
         sum_leaves(config, leaves, ceil_div(rows, LEAF_ROWS), parts, size, at, lane, own_high, own_low, Int32(0))
-    slot = lane * LEAF_COLUMNS + tx
+    slot = lane * width + tx
     cute.autovec_copy(own_high[0, None], high[slot, None])
     cute.autovec_copy(own_low[0, None], low[slot, None])
     for step in cutlass.range_constexpr(1, LEAF_LANES.bit_length()):
         cute.arch.sync_threads()
         if lane < LEAF_LANES >> step:
-            other = slot + (LEAF_LANES >> step) * LEAF_COLUMNS
+            other = slot + (LEAF_LANES >> step) * width
             accumulate(config, high, low, slot, (high, other), (low, other))
     if lane == 0 and at < size:
         apply(total_of, config, (grad_ape, at), (high, slot), (low, slot))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,11 @@ ROWLESS_SEGMENTS = 64  # segments, or rows' worth of tokens, that one of these b
 def shared_percent(config: Config) -> int:
     """Of a multiprocessor's memory, what its blocks' shared memory may take; caches have the rest."""
     return 30 if config.schedule.family == "registers" and not config.schedule.stages else 100
+
+
+def leaf_vec(config: Config) -> int:
+    """Columns of grad_ape that a thread sums over the leaves: four of a long window, which has many, if it divides."""
+    return math.gcd(4, config.window * config.vec) if config.schedule.family == "streamed" else 1
 
 
 @cute.jit
@@ -120,20 +126,21 @@ def backward(
         min_blocks_per_mp=shape.min_blocks,
         preferred_smem_carveout=shared_percent(config),
     )
-    single = cutlass.const_expr(replace(config, vec=1))
-    ape_columns = config.window * head_dim
+    wide = cutlass.const_expr(replace(config, vec=leaf_vec(config)))
+    ape_groups = config.window * head_dim // wide.vec
+    width = cutlass.const_expr(LEAF_COLUMNS // wide.vec)
     grad_ape_kernel(
         cu_seqlens_comp,
-        columns(leaves, count * ape_columns, single),
-        columns(grad_ape, ape_columns, single),
+        columns(leaves, count * ape_groups, wide),
+        columns(grad_ape, ape_groups, wide),
         segments,
         total_comp,
-        ape_columns,
+        ape_groups,
         shape.leaf_parts,
-        single,
+        wide,
     ).launch(
-        grid=(ceil_div(ape_columns, LEAF_COLUMNS), 1, 1),
-        block=(LEAF_COLUMNS, LEAF_LANES, 1),
+        grid=(ceil_div(ape_groups, width), 1, 1),
+        block=(width, LEAF_LANES, 1),
         stream=stream,
         use_pdl=launches_overlap(),
     )
