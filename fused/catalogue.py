@@ -13,7 +13,9 @@ import torch
 
 from . import compiled
 from .checks import Shape
-from .config import Config, Direction, Exp, Schedule
+from .config import Config, Direction, Exp, Family, Schedule
+
+Cap = tuple[Direction, Family, Schedule | None]
 
 KEEP = "ptx,cubin,ir"
 """What `CUTE_DSL_KEEP` must name before the DSL is imported, in a process whose `CUTE_DSL_ARCH` is the architecture."""
@@ -98,17 +100,25 @@ CATALOGUE: tuple[Shipped, ...] = (
 
 
 def representatives() -> set[tuple[Shipped, Direction]]:
-    """Of each schedule and direction the entry with the most window columns a thread, which is what takes registers.
-
-    Schedules that differ in the width of their blocks alone count as one.
-    """
-    heaviest: dict[tuple[Direction, Schedule], tuple[int, Shipped]] = {}
+    """Of each `cap` the entry that takes most registers: the most window columns a thread, of these the most rows."""
+    heaviest: dict[Cap, tuple[tuple[int, int], Shipped]] = {}
     for shipped, direction in _everything():
         config = shipped.config(direction)
-        key, weight = (direction, replace(config.schedule, threads_x=0)), config.window * config.vec
+        key, weight = cap(direction, config), (config.window * config.vec, config.schedule.rows_each)
         if key not in heaviest or weight > heaviest[key][0]:
             heaviest[key] = weight, shipped
-    return {(shipped, direction) for (direction, _), (_, shipped) in heaviest.items()}
+    return {(shipped, key[0]) for key, (_, shipped) in heaviest.items()}
+
+
+def cap(direction: Direction, config: Config) -> Cap:
+    """What may spill in a way of its own: a family's code under one limit of registers, rows and columns aside.
+
+    Without a limit, of one block a multiprocessor, a family counts once.
+    """
+    schedule = config.schedule
+    if schedule.min_blocks == 1:
+        return direction, schedule.family, None
+    return direction, schedule.family, replace(schedule, threads_x=0, rows_each=0)
 
 
 class Module:
@@ -116,7 +126,7 @@ class Module:
 
     name: of the catalogue's entry and the direction.
     details: the configuration.
-    representative: whether it stands for its schedule where there is no time for all (see `representatives`).
+    representative: whether it stands for its like where there is no time for all (see `representatives`).
     """
 
     threads = None  # the PTX has them

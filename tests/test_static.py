@@ -19,7 +19,7 @@ from csa_gate._static_cubin import LIMITS, Usage, occupancy, parse_resources, pa
 from csa_gate._static_probe import Row, rows_of
 from csa_gate._static_ptx import kernels
 from csa_gate.fused import compiled
-from csa_gate.fused.catalogue import CATALOGUE, compile_for, representatives, shared_memory
+from csa_gate.fused.catalogue import CATALOGUE, cap, compile_for, representatives, shared_memory
 from csa_gate.fused.checks import Shape
 
 EXPF = """
@@ -477,18 +477,15 @@ def test_which_modules_are_looked_at(which, names):
     assert _static_probe.chosen(others + modules, "k-", which) == [m for m in modules if m.name[-1] in names]
 
 
-def test_every_schedule_has_a_representative():
-    """The heaviest entry stands for each schedule, in each direction."""
-
-    def kind(direction, config):
-        return direction, replace(config.schedule, threads_x=0)
-
+def test_every_limit_of_registers_has_a_representative():
+    """The heaviest entry stands for its like, in each direction; no limit is without one."""
     entries, chosen = [(s, d, s.config(d)) for s in CATALOGUE for d in ("forward", "backward")], representatives()
-    kinds = {kind(d, c) for _, d, c in entries}
-    assert Counter(kind(d, c) for s, d, c in entries if (s, d) in chosen) == Counter(kinds)
+    assert Counter(cap(d, c) for s, d, c in entries if (s, d) in chosen) == Counter({cap(d, c) for _, d, c in entries})
     for s, d, c in entries:
         if (s, d) in chosen:
-            assert c.window * c.vec == max(o.window * o.vec for _, e, o in entries if kind(e, o) == kind(d, c))
+            assert c.window * c.vec == max(o.window * o.vec for _, e, o in entries if cap(e, o) == cap(d, c))
+    limited = {(d, c.schedule.threads_y, c.schedule.min_blocks) for _, d, c in entries if c.schedule.min_blocks > 1}
+    assert {(d, c.schedule.threads_y, c.schedule.min_blocks) for s, d, c in entries if (s, d) in chosen} >= limited
 
 
 def _missing(name):
