@@ -179,7 +179,7 @@ class TestCommand:
         assert mutants(quick, [BY_ID["gradients-swapped"]], "--json", str(report)) == 1
         out = capsys.readouterr().out
         assert "L0 without a fault: broken" in out
-        assert "no fault was planted" in out and "forward_bits test_values[r4c2-d3-normal-forward_bits]" in out
+        assert "no fault was judged" in out and "forward_bits test_values[r4c2-d3-normal-forward_bits]" in out
         assert "gradients-swapped" not in out
         assert not report.exists()
 

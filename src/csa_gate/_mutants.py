@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from ._mutants_session import SUITES, End, run_session
 MOST_WORKERS = 8  # by default: each holds torch and, on a GPU, a context
 PATIENCE = 10  # times as long as the control run: such a session hangs
 LEAST_LIMIT = 120.0  # seconds
+FIRST_LIMIT = 3600.0  # seconds, of what begins before the control run has ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,15 +101,16 @@ class Course:
         fates: dict[str, Fate] = {}
         alive = list(faults)
         for level in levels:
-            control = self._session(None, level)
-            print(f"{level} without a fault: {control.kind}, {control.seconds:.0f} s", flush=True)
-            if control.kind != "passed":
-                case = f"{control.clause} {control.case} {control.what}".strip()
-                print(f"no fault was planted: the suites must pass without one, and do not: {case}", flush=True)
-                return None
-            limit = max(LEAST_LIMIT, PATIENCE * control.seconds)
             with ThreadPoolExecutor(self.workers) as pool:
-                sessions = {pool.submit(self._session, fault, level, limit): fault for fault in alive}
+                # The faults need not wait for it, but no verdict counts before its own.
+                control = pool.submit(self._session, None, level)
+                sessions = {pool.submit(self._faulty_session, fault, level, control): fault for fault in alive}
+                sound = control.result()
+                print(f"{level} without a fault: {sound.kind}, {sound.seconds:.0f} s", flush=True)
+                if sound.kind != "passed":
+                    case = f"{sound.clause} {sound.case} {sound.what}".strip()
+                    print(f"no fault was judged: the suites must pass without one, and do not: {case}", flush=True)
+                    return None
                 for session in as_completed(sessions):
                     fate = Fate.of(sessions[session], level, session.result())
                     fates[fate.fault.id] = fate
@@ -117,6 +119,15 @@ class Course:
             if not alive:
                 break
         return [fates[fault.id] for fault in faults]
+
+    def _faulty_session(self, fault: Fault, level: str, control: Future[End]) -> End:
+        """A fault's session, but for one that would begin after the control run has failed."""
+        if not control.done():
+            return self._session(fault, level, FIRST_LIMIT)
+        sound = control.result()
+        if sound.kind != "passed":
+            return sound
+        return self._session(fault, level, max(LEAST_LIMIT, PATIENCE * sound.seconds))
 
     def _session(self, fault: Fault | None, level: str, limit: float | None = None) -> End:
         with tempfile.TemporaryDirectory(prefix="csa-gate-mutant-") as folder:
