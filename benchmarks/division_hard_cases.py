@@ -59,9 +59,10 @@ def hard_cases(significands: Tensor, twos: int, d: int, bits: int) -> tuple[Tens
     return tuple(torch.cat(parts, dim=1))  # type: ignore[return-value]
 
 
-def main() -> int:
+def main(end: int = 1 << 24) -> int:
+    """Divisors from 2^23 to `end`."""
     start, tried, wrong = time.perf_counter(), 0, 0
-    for first in range(1 << 23, 1 << 24, CHUNK):
+    for first in range(1 << 23, end, CHUNK):
         chunk = torch.arange(first, first + CHUNK)
         for d in (d for d in range(-LARGEST + 1, LARGEST) if d):
             for twos in range((d & -d).bit_length()):

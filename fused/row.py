@@ -119,10 +119,22 @@ def softmax(
 
 
 @cute.jit
+def zeros(config: Constexpr, count: Constexpr) -> cute.Tensor:
+    """(count, vec) fp32 of +0."""
+    fragment = fragments(count, config)
+    if cutlass.const_expr(config.on_gpu):
+        fragment.fill(0.0)
+    else:
+        # As one vector they would take the host's compiler seconds.
+        for x in cutlass.range(count):
+            fragment[x, None].fill(0.0)
+    return fragment
+
+
+@cute.jit
 def lane_sum(config: Constexpr, terms: cute.Tensor, start: Constexpr) -> cute.Tensor:
     """Softmax order: lane x adds entries x, x + lanes, ... serially from +0; the lanes combine by a halving tree."""
-    sums = fragments(config.softmax_lanes, config)
-    sums.fill(0.0)
+    sums = zeros(config, config.softmax_lanes)
     for k in cutlass.range(start, config.window, unroll_full=config.on_gpu):
         apply(add, config, (sums, k % config.softmax_lanes), (sums, k % config.softmax_lanes), (terms, k))
     halving_tree(config, sums, config.softmax_lanes, 1)
@@ -133,8 +145,7 @@ def lane_sum(config: Constexpr, terms: cute.Tensor, start: Constexpr) -> cute.Te
 def pool_sum(config: Constexpr, weights: cute.Tensor, values: cute.Tensor, start: Constexpr) -> cute.Tensor:
     """sum_k p_k * kv_k in reduction order: lane y deals entries y, y + lanes, ... round-robin to four accumulators."""
     lanes = config.pool_lanes
-    sums = fragments(4 * lanes, config)
-    sums.fill(0.0)
+    sums = zeros(config, 4 * lanes)
     for k in cutlass.range(start, config.window, unroll_full=config.on_gpu):
         # The k-th entry is the (k // lanes)-th of lane k % lanes, so its accumulator is k // lanes % 4.
         at = k % (4 * lanes)

@@ -27,6 +27,8 @@ from csa_gate.oracles.bound import error_bound
 from csa_gate.oracles.judge import compare
 from csa_gate.oracles.ordered import ordered
 
+from .test_plugin import BARE
+
 SMALL, LARGE = names(digests=False), names(digests=True)
 SCHEMA = json.loads((FOLDER / "schema.json").read_text())
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
@@ -241,7 +243,7 @@ def test_load_refuses(folder: Path, name: str, old: str, new: str, message: str)
 # Kernels.
 
 SUITE = f"{Path(csa_gate.suites.__file__).parent / 'test_compressor.py'}::TestCompressor"
-COMMON = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--import-mode=importlib", "--csa-device=cpu")
+COMMON = (*BARE, "--import-mode=importlib", "--csa-device=cpu")
 PLANTED = """
 from csa_gate.fixtures.adapters.fused import FusedKernel
 

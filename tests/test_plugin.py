@@ -103,8 +103,9 @@ def gate(folder: pytest.Pytester) -> pytest.Pytester:
     return folder
 
 
-# Hypothesis would be imported anew by each inner session, which takes longer than the rest of it.
-BARE = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+# Hypothesis would be imported anew by each inner session, and all garbage collected ten times over by what watches for
+# errors in destructors: either takes longer than the rest of it.
+BARE = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:unraisableexception")
 
 
 def run(folder: pytest.Pytester, *args: str) -> pytest.RunResult:

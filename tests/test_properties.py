@@ -24,9 +24,11 @@ from csa_gate.oracles.contract import CLAUSES
 from csa_gate.oracles.ordered import ordered
 from csa_gate.oracles.orders import pool_lanes, softmax_lanes
 
+from .test_plugin import BARE
+
 PLANTED = Path(__file__).with_name("outside") / "planted_properties.py"
 SUITE = f"{Path(suite.__file__).parent / 'test_compressor.py'}::TestCompressor::test_property"
-COMMON = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--import-mode=importlib", "--csa-device=cpu")
+COMMON = (*BARE, "--import-mode=importlib", "--csa-device=cpu")
 RELATION = {relation.name: relation for relation in RELATIONS}
 
 FAULTS: dict[str, list[str]] = {

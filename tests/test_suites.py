@@ -20,10 +20,12 @@ from csa_gate._summary import CLAUSE, Tally
 from csa_gate.fixtures.adapters import fused  # noqa: F401 - compiled code lives as long as its module
 from csa_gate.oracles import CLAUSES
 
+from .test_plugin import BARE
+
 PLANTED = Path(__file__).with_name("outside") / "planted.py"
 SUITE = f"{Path(csa_gate.suites.__file__).parent / 'test_compressor.py'}::TestCompressor"
 # Hypothesis would be imported, assertions rewritten, once a session.
-COMMON = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--import-mode=importlib")
+COMMON = (*BARE, "--import-mode=importlib")
 
 
 FAULTS: list[tuple[str, str, str]] = [
