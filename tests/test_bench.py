@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from csa_gate import _bench_measure, _bench_picture, _bench_subjects
+from csa_gate import _bench, _bench_measure, _bench_picture, _bench_subjects
 from csa_gate.__main__ import main
 from csa_gate._bench_clock import CpuClock, alone
 from csa_gate._bench_measure import Row, differing, measure
@@ -390,6 +390,23 @@ def test_smoke(tmp_path, capsys):
         assert r["notes"] == []
         assert f"{r['us']['ours']:.1f}" in out
     assert "machine: " in out and "versions: csa-gate " in out
+
+
+def test_a_run_that_is_stopped_keeps_the_packs_before(tmp_path, monkeypatch):
+    """The file has every pack that was measured whole."""
+    first, second = choose(None, "smoke")[:2]
+
+    def stopped(pack, *rest):
+        if pack == second:
+            raise KeyboardInterrupt
+        return measure(pack, *rest)
+
+    monkeypatch.setattr(_bench, "measure", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        main(["bench", "--smoke", "--repeats", "1", "--json", str(tmp_path / "bench.json")])
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert [(r["pack"], r["direction"]) for r in report["rows"]] == [(first.id, direction) for direction in DIRECTIONS]
+    assert len(report["copy_bytes_per_second"]) == 1
 
 
 def test_a_kernel_that_fails_is_status_1(tmp_path, capsys):

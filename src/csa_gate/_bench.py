@@ -9,8 +9,9 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--medians", nargs="+", type=Path, metavar="FILE", help="measure nothing: the medians of runs that --json wrote"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well, after every pack")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them into this PNG as well")
 
 
@@ -77,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
         subjects += [PeerSubject(deterministic=False), PeerSubject(deterministic=True)]
     about = describe(args, device)
     print("\n".join(f"{name}: {text}" for name, text in about.items()), flush=True)
-    rows, bandwidths = _measure_all(chosen, subjects, clock, device)
-    report(rows, bandwidths, about, args)
+    rows = _measure_all(chosen, subjects, clock, device, partial(write_json, about=about, path=args.json))
+    report(rows, about, args)
     return 0 if all("ours" in row.us for row in rows) else 1
 
 
@@ -90,7 +91,8 @@ def _print_medians(args: argparse.Namespace) -> int:
     _require_outputs(args)
     rows, bandwidths, about = medians(args.medians)
     print("\n".join([*(f"{name}: {text}" for name, text in about.items()), *table(rows)]), flush=True)
-    report(rows, bandwidths, about, args)
+    write_json(rows, bandwidths, about, args.json)
+    report(rows, about, args)
     return 0
 
 
@@ -102,9 +104,17 @@ def _require_outputs(args: argparse.Namespace) -> None:
 
 
 def _measure_all(
-    chosen: Sequence[Pack], subjects: Sequence[Subject], clock: Clock, device: torch.device
-) -> tuple[list[Row], list[float]]:
-    """All rows, and the bandwidth for each number of threads that they were measured with."""
+    chosen: Sequence[Pack],
+    subjects: Sequence[Subject],
+    clock: Clock,
+    device: torch.device,
+    keep: Callable[[list[Row], list[float]], None],
+) -> list[Row]:
+    """All rows.
+
+    keep: gets, after each pack, those that there are and the bandwidth for each number of threads that they were
+        measured with, so that a run that is stopped has not measured in vain.
+    """
     before, start = torch.get_num_threads(), time.perf_counter()
     counts = [before] if device.type == "cuda" else [n for n in (1, 2) if n <= (os.cpu_count() or 1)]
     rows: list[Row] = []
@@ -123,23 +133,27 @@ def _measure_all(
                     flush=True,
                 )
                 rows += measured
+                keep(rows, bandwidths)
     finally:
         torch.set_num_threads(before)
-    return rows, bandwidths
+    return rows
 
 
-def report(rows: Sequence[Row], bandwidths: Sequence[float], about: dict[str, str], args: argparse.Namespace) -> None:
-    """The targets, and the files asked for."""
-    found = targets(rows)
-    print("\n".join([*LEGEND, "", *aims(found)]), flush=True)
-    if args.json is not None:
+def write_json(rows: Sequence[Row], bandwidths: Sequence[float], about: dict[str, str], path: Path | None) -> None:
+    """All figures into the file asked for, if one was."""
+    if path is not None:
         content = {
             "about": about,
             "copy_bytes_per_second": list(bandwidths),
             "rows": [asdict(row) for row in rows],
-            "targets": [asdict(target) for target in found],
+            "targets": [asdict(target) for target in targets(rows)],
         }
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def report(rows: Sequence[Row], about: dict[str, str], args: argparse.Namespace) -> None:
+    """The targets, and the picture if one was asked for."""
+    print("\n".join([*LEGEND, "", *aims(targets(rows))]), flush=True)
     if args.picture is not None:
         _bench_picture.draw(rows, about["machine"], args.picture)
 
