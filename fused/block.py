@@ -85,6 +85,11 @@ def clear_rowless(
     zero_rowless(config, cu_seqlens, grad_kv, grad_score, segments, total_tokens, groups, worker, workers, tx, lanes)
 
 
+def leaf_groups(config: Config) -> int:
+    """Column groups of grad_ape that one block sums over the leaves."""
+    return LEAF_COLUMNS // config.vec
+
+
 @cute.kernel
 def grad_ape_kernel(
     cu_seqlens_comp: cute.Tensor,
@@ -99,7 +104,7 @@ def grad_ape_kernel(
     """One block sums `LEAF_COLUMNS` columns of grad_ape; a leaf comes in `parts` parts."""
     tx, lane, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    width = cutlass.const_expr(LEAF_COLUMNS // config.vec)
+    width = cutlass.const_expr(leaf_groups(config))
     at = block * width + tx
     slots = cutlass.const_expr(LEAF_LANES * width)
     layout = cute.make_layout((slots, config.vec), stride=(config.vec, 1))

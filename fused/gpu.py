@@ -12,7 +12,7 @@ from cutlass import Constexpr, Int32
 
 from . import registers, streamed
 from .arith import ceil_div, storage
-from .block import LEAF_COLUMNS, grad_ape_kernel, launches_overlap
+from .block import grad_ape_kernel, launches_overlap, leaf_groups
 from .config import LEAF_LANES, LEAF_ROWS, Config
 from .window import columns
 
@@ -128,7 +128,7 @@ def backward(
     )
     wide = cutlass.const_expr(replace(config, vec=leaf_vec(config)))
     ape_groups = config.window * head_dim // wide.vec
-    width = cutlass.const_expr(LEAF_COLUMNS // wide.vec)
+    width = cutlass.const_expr(leaf_groups(wide))
     grad_ape_kernel(
         cu_seqlens_comp,
         columns(leaves, count * ape_groups, wide),

@@ -24,7 +24,7 @@ from .test_plugin import BARE
 
 PLANTED = Path(__file__).with_name("outside") / "planted.py"
 SUITE = f"{Path(csa_gate.suites.__file__).parent / 'test_compressor.py'}::TestCompressor"
-# Hypothesis would be imported, assertions rewritten, once a session.
+# Assertions would be rewritten once a session.
 COMMON = (*BARE, "--import-mode=importlib")
 
 

@@ -147,7 +147,7 @@ def _session(folder: Path, level: str, first: FirstFailure, device: str, threads
     os.dup2(log, 2)
     os.environ.pop("PYTEST_ADDOPTS", None)  # meant for sessions of the user's own
     torch.set_num_threads(threads)
-    # Two plugins that take as long as many a session: one imports hypothesis anew, one collects all garbage ten times.
+    # The last two take as long as many a session: one imports hypothesis anew, one collects all garbage ten times.
     without = [f"-pno:{plugin}" for plugin in ("cacheprovider", "hypothesispytest", "unraisableexception")]
     options = ["-m", level, "-x", *without, "--tb=short"]
     kernel = ["--csa-kernel=kernel.py:kernel", f"--csa-device={device}"]
