@@ -16,7 +16,13 @@ MAX_RATIO = 256
 # multiprocessor should hold. The best of those tried on an H200 (65,536 tokens, windows 128 and 256): others took up to
 # twice as long.
 STREAMED: dict[Direction, dict[tuple[int, int], tuple[int, int, int]]] = {
-    "forward": {(128, 1): (16, 8, 7), (256, 4): (8, 16, 4), (256, 1): (16, 16, 3), (2 * MAX_RATIO, 1): (8, 32, 2)},
+    "forward": {
+        (128, 4): (16, 8, 4),
+        (128, 1): (16, 8, 7),
+        (256, 4): (8, 16, 4),
+        (256, 1): (16, 16, 3),
+        (2 * MAX_RATIO, 1): (8, 32, 2),
+    },
     "backward": {(128, 1): (16, 8, 4), (256, 1): (16, 16, 2), (2 * MAX_RATIO, 1): (8, 32, 1)},
 }
 # Rows, times a row's 32s of columns, from which on a streamed thread takes more than two columns, where `STREAMED` has

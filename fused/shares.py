@@ -8,7 +8,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32
-from cutlass.cute.nvgpu import CacheEvictionPriority
+from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp, L2PrefetchSize
 from cutlass.memory import SmemAllocator
 
 from .arith import NEG_INF, storage
@@ -117,12 +117,39 @@ def _load_run(
     run: range,
     own: cute.Tensor,
 ) -> None:
+    source = entries_of(config, memory, place, ty, index, run)
     for i in run:
-        half, k = entry_of(config, i, ty)
-        past = config.schedule.past_l1 and own.element_type is storage(config)
-        priority = CacheEvictionPriority.NO_ALLOCATE if past else CacheEvictionPriority.EVICT_NORMAL
-        at = index(config, place, half, k)
-        cute.autovec_copy(memory[at, None], own[i, None], l1c_evict_priority=priority)
+        _load(config, source[i - run[0], None], own[i, None])
+
+
+def entries_of(
+    config: Config, memory: cute.Tensor, place: Place, ty: Int32, index: Callable[..., Int32], run: range
+) -> cute.Tensor:
+    """A run of the thread's entries in memory, (len(run), vec).
+
+    One address and constant steps from it: as indices of their own, entries would each take instructions and registers
+    for an address, and loads would not all be on their way at once.
+    """
+    half, k = entry_of(config, run[0], ty)
+    first = memory[index(config, place, half, k), None].iterator
+    step = cute.assume(config.schedule.threads_y * config.coff * place.groups * config.vec, divby=config.vec)
+    return cute.make_tensor(first, cute.make_layout((len(run), config.vec), stride=(step, 1)))
+
+
+def _load(config: Config, source: cute.Tensor, own: cute.Tensor) -> None:
+    """Load one column group, of kv and score with the whole line of L2 around it, which a neighbour takes soon."""
+    if own.element_type is not storage(config):
+        cute.autovec_copy(source, own)
+        return
+    past = CacheEvictionPriority.NO_ALLOCATE if config.schedule.past_l1 else CacheEvictionPriority.EVICT_NORMAL
+    atom = cute.make_copy_atom(
+        CopyG2ROp(),
+        own.element_type,
+        num_bits_per_copy=own.element_type.width * config.vec,
+        l2_prefetch_size=L2PrefetchSize.SIZE_128B,
+        l1c_evict_priority=past,
+    )
+    cute.copy(atom, source, own)
 
 
 def bias_entry(config: Config, place: Place, half: int | Int32, k: Int32) -> Int32:

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Int32
 
 from .arith import FAR, add, apply, quotient, reciprocal, storage
-from .block import clear_rowless, first_row, known_groups, let_next_launch, locate_rows
+from .block import clear_rowless, first_row, known_column_blocks, known_groups, let_next_launch, locate_rows
 from .config import Config
 from .gaps import zero_after_last
 from .row import dkv_of, dscore_of, near_powers, term_of, to_powers
@@ -17,6 +17,7 @@ from .shares import (
     any_row,
     bias_entry,
     enter_block,
+    entries_of,
     entry_of,
     exists,
     load_own,
@@ -33,17 +34,20 @@ from .window import Place, entry, fragments, place_of, row_entry, same, store_ro
 @cute.jit
 def powers_to_plane(
     config: Constexpr, score: cute.Tensor, ape: cute.Tensor, bias: cute.Tensor, place: Place, block: Block
-) -> Int32:
-    """Put exp(logit - top) of the thread's entries into the plane; not 0 if `divisor` may not be quick about them.
+) -> tuple[cute.Tensor, Int32]:
+    """Put exp(logit - top) of the thread's entries into the plane.
 
     bias: as `load_own_bias` gives it.
+
+    Returns:
+        The same powers, (own, vec), and a number that is not 0 if `divisor` may not be quick about them.
     """
     scores = load_own(config, score, place, block.ty, entry, storage(config))
     x = own_logits(config, scores, bias, place, block.ty)
     top = block_highest(config, x, block)
     far = own_powers(config, x, top, score, ape, place, block.ty)
     to_plane(config, x, block)
-    return far
+    return x, far
 
 
 @cute.jit
@@ -78,23 +82,28 @@ def own_powers(
 
 
 @cute.jit
-def divisor(config: Constexpr, block: Block, far: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+def divisor(
+    config: Constexpr, block: Block, far: Int32, powers: cute.Tensor | None
+) -> tuple[cute.Tensor, cute.Tensor]:
     """The sum of the powers in the plane and its reciprocal, (1, vec) each, by which `own_weight` divides.
 
-    Powers for which its fast division is not meant are divided here, in the plane, and both numbers are 1.
+    Powers for which its fast division is not meant are divided here, in the plane, and both numbers are 1; `powers`, of
+    a thread that keeps its own, are then read anew.
     """
     total, r = softmax_sum(config, block), fragments(1, config)
     apply(reciprocal, config, (r, 0), (total, 0))
     if cutlass.const_expr(config.fast):
         if far != 0:
-            _divide_plane(config, block, total, r)
+            _divide_plane(config, block, powers, total, r)
     else:
-        _divide_plane(config, block, total, r)
+        _divide_plane(config, block, powers, total, r)
     return total, r
 
 
 @cute.jit
-def _divide_plane(config: Constexpr, block: Block, total: cute.Tensor, r: cute.Tensor) -> None:
+def _divide_plane(
+    config: Constexpr, block: Block, powers: cute.Tensor | None, total: cute.Tensor, r: cute.Tensor
+) -> None:
     weight = fragments(1, config)
     for i in cutlass.range(own_entries(config), unroll=1):
         if i * config.schedule.threads_y + block.ty < config.window:
@@ -102,6 +111,9 @@ def _divide_plane(config: Constexpr, block: Block, total: cute.Tensor, r: cute.T
             cute.autovec_copy(block.plane[at, None], weight[0, None])
             apply(quotient, config, (weight, 0), (weight, 0), (total, 0), (r, 0))
             cute.autovec_copy(weight[0, None], block.plane[at, None])
+    if cutlass.const_expr(powers is not None):
+        for i in cutlass.range_constexpr(own_entries(config)):
+            take(config, i, block, powers, i)
     total.fill(1.0)
     r.fill(1.0)
 
@@ -122,7 +134,7 @@ def forward_kernel(
 ) -> None:
     """A block pools one row."""
     shape = config.schedule
-    groups = known_groups(config, groups)
+    groups, column_blocks = known_groups(config, groups), known_column_blocks(config, column_blocks)
     number, _, _ = cute.arch.block_idx()
     row = number // column_blocks
     codes, _ = locate_rows(config, cu_seqlens, cu_seqlens_comp, segments, row, 1)
@@ -133,10 +145,10 @@ def forward_kernel(
     bias = load_own_bias(config, ape, column, groups, block.ty)
     cute.arch.sync_threads()
     place = place_of(row, codes[0], column, groups)
-    far = powers_to_plane(config, score, ape, bias, place, block)
+    powers, far = powers_to_plane(config, score, ape, bias, place, block)
     values = load_own(config, kv, place, block.ty, entry, storage(config))
-    total, r = divisor(config, block, far)
-    pooled = pool_sum(config, values, total, r, block)
+    total, r = divisor(config, block, far, powers)
+    pooled = pool_sum(config, powers, values, total, r, block)
     if block.ty == 0 and group < groups:
         store_rounded(config, out, row_entry(place), same, (pooled, 0))
 
@@ -163,7 +175,7 @@ def backward_kernel(
     """A block takes one part of a leaf: rows `LEAF_ROWS / rows_each` apart, the first steps of the halving tree."""
     shape = config.schedule
     let_next_launch()
-    groups = known_groups(config, groups)
+    groups, column_blocks = known_groups(config, groups), known_column_blocks(config, column_blocks)
     number, _, _ = cute.arch.block_idx()
     parts = cutlass.const_expr(shape.leaf_parts)
     if number >= rowless_blocks:
@@ -185,7 +197,7 @@ def backward_kernel(
             if row < rows:
                 place = place_of(row, codes[local], cutlass.min(group, groups - 1), groups)
                 bias = load_own_bias(config, ape, place.group, groups, block.ty)
-                far = powers_to_plane(config, score, ape, bias, place, block)
+                _, far = powers_to_plane(config, score, ape, bias, place, block)
                 values = load_own(config, kv, place, block.ty, entry, storage(config))
                 store_gradients(config, far, values, grad_out, grad_kv, grad_score, total, place, inside, block)
                 if inside:
@@ -216,27 +228,29 @@ def store_gradients(
     go = fragments(1, config, storage(config))
     cute.autovec_copy(grad_out[row_entry(place), None], go[0, None])
     weights, term = fragments(own_entries(config), config), fragments(1, config)
-    by, r = divisor(config, block, far)
+    by, r = divisor(config, block, far, None)
     for run in cutlass.const_expr(runs(config)):
         writes = written(config, place, inside, run, block.ty)
         for i in cutlass.const_expr(run):
-            own_weight(config, i, block, by, r, weights, i)
+            # Read back, so that no power is in a register while the block waits for their sum.
+            take(config, i, block, weights, i)
+            own_weight(config, weights, i, by, r, weights, i)
             apply(term_of, config, (term, 0), (go, 0), (values, i), (weights, i))
             put(config, i, block, term, 0)
         if writes:
+            to = entries_of(config, grad_kv, place, block.ty, entry, run)
             for i in cutlass.const_expr(run):
-                half, k = entry_of(config, i, block.ty)
-                store_rounded(config, grad_kv, entry(config, place, half, k), dkv_of, (go, 0), (weights, i))
+                store_rounded(config, to, i - run[0], dkv_of, (go, 0), (weights, i))
     sum_of_terms = softmax_sum(config, block)
     dscore = fragments(own_entries(config), config)
     for i in cutlass.range_constexpr(own_entries(config)):
         take(config, i, block, dscore, i)
     for run in cutlass.const_expr(runs(config)):
         if written(config, place, inside, run, block.ty):
+            to = entries_of(config, grad_score, place, block.ty, entry, run)
             for i in cutlass.const_expr(run):
-                half, k = entry_of(config, i, block.ty)
                 apply(dscore_of, config, (dscore, i), (weights, i), (sum_of_terms, 0), (dscore, i))
-                store_rounded(config, grad_score, entry(config, place, half, k), same, (dscore, i))
+                store_rounded(config, to, i - run[0], same, (dscore, i))
                 apply(add, config, (total, i), (total, i), (dscore, i))
 
 

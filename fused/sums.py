@@ -17,7 +17,7 @@ from .arith import Group, add, apply, div_by, maximum, mul
 from .config import WARP, Config
 from .row import combine_accumulators, highest
 from .shares import Block, own_entries, warps
-from .window import fragments
+from .window import fragments, same
 
 BATCH = 8  # terms of a serial sum
 TOGETHER = 4  # entries that a thread reads from the plane at a time
@@ -82,12 +82,19 @@ def to_plane(config: Constexpr, own: cute.Tensor, block: Block) -> None:
 
 @cute.jit
 def own_weight(
-    config: Constexpr, i: Constexpr, block: Block, total: cute.Tensor, r: cute.Tensor, own: cute.Tensor, at: Constexpr
+    config: Constexpr,
+    powers: cute.Tensor,
+    i: Constexpr,
+    total: cute.Tensor,
+    r: cute.Tensor,
+    own: cute.Tensor,
+    at: Constexpr,
 ) -> None:
-    """The softmax weight of the thread's i-th entry into entry `at` of `own`, by what `divisor` has given."""
-    take(config, i, block, own, at)
+    """The softmax weight of power `i` of the thread into entry `at` of `own`, by what `divisor` has given."""
     if cutlass.const_expr(config.fast):
-        apply(div_by, config, (own, at), (own, at), (total, 0), (r, 0))
+        apply(div_by, config, (own, at), (powers, i), (total, 0), (r, 0))
+    else:
+        apply(same, config, (own, at), (powers, i))
 
 
 @cute.jit
@@ -178,7 +185,7 @@ def softmax_sum(config: Constexpr, block: Block) -> cute.Tensor:
 
 @cute.jit
 def pool_sum(
-    config: Constexpr, values: cute.Tensor, total: cute.Tensor, r: cute.Tensor, block: Block
+    config: Constexpr, powers: cute.Tensor, values: cute.Tensor, total: cute.Tensor, r: cute.Tensor, block: Block
 ) -> cute.Tensor:
     """sum_k p_k * kv_k in reduction order, (1, vec), for the threads of ty = 0; p_k as `own_weight` has it."""
     shares, width = config.schedule.threads_y, config.schedule.threads_x
@@ -189,7 +196,7 @@ def pool_sum(
         sums = fragments(each, config)
         sums.fill(0.0)
         for i in cutlass.range_constexpr(own_entries(config)):
-            own_weight(config, i, block, total, r, weight, 0)
+            own_weight(config, powers, i, total, r, weight, 0)
             # Entry k goes to accumulator k % accumulators, so that a thread's are its own.
             _add_product(config, sums, i % each, (weight, 0), (values, i))
         for a in cutlass.range_constexpr(each):
@@ -197,7 +204,7 @@ def pool_sum(
         cute.arch.sync_threads()
     else:
         for i in cutlass.range_constexpr(own_entries(config)):
-            own_weight(config, i, block, total, r, weight, 0)
+            own_weight(config, powers, i, total, r, weight, 0)
             apply(mul, config, (weight, 0), (values, i), (weight, 0))
             put(config, i, block, weight, 0)
         block_sums(config, block, accumulators, block.accumulators)
