@@ -39,6 +39,9 @@ RAISES = fault("raises", "    gradients = (", "    assert False, 'a fault'\n    
 DIES = "    import os, signal\n\n    os.kill(os.getpid(), signal.SIGSEGV)\n    gradients = ("
 DIES_UNMEANT = fault("dies", "    gradients = (", DIES)
 DIES_AS_MEANT = fault("dies-as-meant", "    gradients = (", DIES, ends=("crash",))
+LOST = "    import torch\n\n    raise torch.AcceleratorError('illegal memory access')\n    gradients = ("
+LOSES_THE_GPU = fault("loses-the-gpu", "    gradients = (", LOST)
+LOSES_IT_AS_MEANT = fault("loses-it-as-meant", "    gradients = (", LOST, ends=("crash",))
 HANGS = fault("hangs", "    gradients = (", "    while True:\n        pass\n    gradients = (")
 TWICE = fault("twice", "compiled.rerun(", "compiled.run(")
 NOWHERE = fault("nowhere", "no such text", "no matter")
@@ -133,8 +136,8 @@ class TestPlanting:
 class TestCommand:
     def test_fates(self, quick: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """A verdict kills, and a crash that is expected; what does not import, compile or return is no kill."""
-        killed = [BY_ID["ape-left-out"], BY_ID["gradients-swapped"], DIES_AS_MEANT]
-        errors = [FAILS_TO_IMPORT, FAILS_TO_COMPILE, RAISES, DIES_UNMEANT]
+        killed = [BY_ID["ape-left-out"], BY_ID["gradients-swapped"], DIES_AS_MEANT, LOSES_IT_AS_MEANT]
+        errors = [FAILS_TO_IMPORT, FAILS_TO_COMPILE, RAISES, DIES_UNMEANT, LOSES_THE_GPU]
         elsewhere = BY_ID["grid-without-rowless"]
         report, page, before = tmp_path / "fates.json", tmp_path / "fates.html", tree()
         catalogue = [*killed, SURVIVES, *errors, elsewhere]
@@ -142,7 +145,7 @@ class TestCommand:
         assert tree() == before
         fates = json.loads(report.read_text())
         assert list(fates) == ["total", "killed", "survivors", "faults"]
-        assert (fates["total"], fates["killed"], fates["survivors"]) == (8, 3, ["survives"])
+        assert (fates["total"], fates["killed"], fates["survivors"]) == (10, 4, ["survives"])
         by_id = {fate["id"]: fate for fate in fates["faults"]}
         assert list(by_id) == [f.id for f in catalogue if f != elsewhere]
         assert [name for name, fate in by_id.items() if fate["killed"]] == [f.id for f in killed]
@@ -152,6 +155,7 @@ class TestCommand:
             # Another clause's test comes first in the suite, but not here.
             ("gradients-swapped", "error_bound", "test_values[r4c2-d3-normal-error_bound]"),
             ("dies-as-meant", "crash", None),
+            ("loses-it-as-meant", "crash", "test_values[r4c2-d3-normal-forward_bits]"),
             ("survives", None, None),
             ("raises", None, None),
         ):
@@ -159,7 +163,7 @@ class TestCommand:
             assert by_id[name]["level"] == ("L0" if by_id[name]["killed"] else None)
         assert "name 'q' is not defined" in by_id["fails-to-compile"]["error"]
         out = capsys.readouterr().out
-        assert "3 of 8 faults killed on cpu: 3 at L0" in out
+        assert "4 of 10 faults killed on cpu: 4 at L0" in out
         assert "1 not run here" in out
         for text in (out, page.read_text()):
             assert all(f.id in text for f in catalogue)

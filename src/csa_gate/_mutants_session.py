@@ -42,8 +42,9 @@ _CONTEXT.set_forkserver_preload([__name__, "csa_gate.fixtures.adapters.fused", "
 class End:
     """How a session ended.
 
-    kind: `passed`, every test of the level; `broken`, a clause; `crash` or `hang`, the process; `error`, something
-        that no clause says anything about: an import, a compilation, an exception of another kind.
+    kind: `passed`, every test of the level; `broken`, a clause; `crash` or `hang`, the process, or what it did on the
+        GPU, after which no process can go on there; `error`, something that no clause says anything about: an import, a
+        compilation, an exception of another kind.
     clause, case: that were broken, and in which test.
     what: the first line of an error, or how the process died.
     seconds: from the start of the process to its end.
@@ -79,14 +80,19 @@ class FirstFailure:
 
     def pytest_exception_interact(self, node: pytest.Item | pytest.Collector, call: pytest.CallInfo[Any]) -> None:
         """Keep what failed first: a verdict says which clause is broken, anything else is no verdict."""
+        import torch  # here, as the process that sessions are forked from has it anyway
+
         if self.end.kind != "passed" or call.excinfo is None:
             return
-        text = str(call.excinfo.value)
-        verdict = re.match(r"contract broken: (\w+)", text)
-        if verdict and isinstance(call.excinfo.value, AssertionError):
+        error = call.excinfo.value
+        verdict = re.match(r"contract broken: (\w+)", str(error))
+        what = _first_line(f"{call.excinfo.typename}: {error}")
+        if verdict and isinstance(error, AssertionError):
             self.end = End("broken", verdict[1], node.name)
+        elif isinstance(error, torch.AcceleratorError):
+            self.end = End("crash", "crash", node.name, what)
         else:
-            self.end = End("error", "", node.name, _first_line(f"{call.excinfo.typename}: {text}"))
+            self.end = End("error", "", node.name, what)
 
 
 def run_session(
