@@ -27,7 +27,7 @@ from .shares import (
     runs,
 )
 from .stack import enter_stack, pop, push, reversed_bits
-from .sums import block_highest, own_weight, pool_sum, put, slot, softmax_sum, take, to_plane
+from .sums import block_highest, own_weight, pool_sum, put, slot, softmax_sum, take, take_in_turn, to_plane
 from .window import Place, entry, fragments, place_of, row_entry, same, store_rounded
 
 
@@ -233,7 +233,7 @@ def store_gradients(
         writes = written(config, place, inside, run, block.ty)
         for i in cutlass.const_expr(run):
             # Read back, so that no power is in a register while the block waits for their sum.
-            take(config, i, block, weights, i)
+            take_in_turn(config, i, block, weights, i)
             own_weight(config, weights, i, by, r, weights, i)
             apply(term_of, config, (term, 0), (go, 0), (values, i), (weights, i))
             put(config, i, block, term, 0)
@@ -244,7 +244,7 @@ def store_gradients(
     sum_of_terms = softmax_sum(config, block)
     dscore = fragments(own_entries(config), config)
     for i in cutlass.range_constexpr(own_entries(config)):
-        take(config, i, block, dscore, i)
+        take_in_turn(config, i, block, dscore, i)
     for run in cutlass.const_expr(runs(config)):
         if written(config, place, inside, run, block.ty):
             to = entries_of(config, grad_score, place, block.ty, entry, run)

@@ -62,15 +62,21 @@ def put(config: Constexpr, i: Constexpr, block: Block, own: cute.Tensor, at: Con
 
 @cute.jit
 def take(config: Constexpr, i: Constexpr, block: Block, own: cute.Tensor, at: Constexpr) -> None:
-    """Read the thread's i-th entry of the plane into entry `at` of `own`; 0 if it has none. For whole warps."""
-    if cutlass.const_expr(i % TOGETHER == 0 and i > 0):
-        cute.arch.sync_warp()  # keeps registers from filling with what is read too early
+    """Read the thread's i-th entry of the plane into entry `at` of `own`; 0 if it has none."""
     if cutlass.const_expr((i + 1) * config.schedule.threads_y <= config.window):
         cute.autovec_copy(block.plane[slot(config, i, block), None], own[at, None])
     else:
         own[at, None].fill(0.0)
         if i * config.schedule.threads_y + block.ty < config.window:
             cute.autovec_copy(block.plane[slot(config, i, block), None], own[at, None])
+
+
+@cute.jit
+def take_in_turn(config: Constexpr, i: Constexpr, block: Block, own: cute.Tensor, at: Constexpr) -> None:
+    """`take` of all entries one after the other, of a few at a time, for registers. For whole warps."""
+    if cutlass.const_expr(i % TOGETHER == 0 and i > 0):
+        cute.arch.sync_warp()
+    take(config, i, block, own, at)
 
 
 @cute.jit

@@ -30,9 +30,10 @@ def chosen(which: str, substring: str) -> list[Case]:
 def run_case(kernel: Kernel, case: Case) -> None:
     """Forward and backward once, each tensor an allocation of its own and no larger than it has to be.
 
+    In some threads of a warp all logits are near the top, in others some are far from it, and they take other ways.
     Inputs are made on the host and copied, which the tools take for writing; nothing writes the outputs before.
     """
-    inputs, p = case.inputs("cpu").to("cuda"), case.problem
+    inputs, p = case.inputs("cpu", "wide").to("cuda"), case.problem
     result = Result(
         out=torch.empty((p.total_comp, p.head_dim), dtype=torch.bfloat16, device="cuda"),
         grad_kv=torch.empty_like(inputs.kv),
