@@ -44,18 +44,23 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, here: str, *args: str) -> subprocess.Popen[str]:
-    """A session whose test of `memory` runs `here`."""
+def start(folder: Path, here: str, *args: str, deaf: bool = False) -> subprocess.Popen[str]:
+    """A session whose test of `memory` runs `here`; `deaf` to SIGINT, as what runs in a shell's background."""
     (folder / "test_gate.py").write_text(SLOW.replace("HERE", here))
     command = [sys.executable, "-m", "pytest", *BARE, MINE, *args]
+    hears = ignore if deaf else listen
     return subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=listen
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=hears
     )
 
 
 def listen() -> None:
-    """In a new process: what runs in a shell's background is started deaf to SIGINT, and so are its children."""
+    """In a new process, which is else as deaf to SIGINT as this one: these tests may run in a shell's background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def ignore() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def end(session: subprocess.Popen[str]) -> tuple[int, list[str]]:
@@ -74,13 +79,18 @@ def meet(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "xdist"])
-def test_ctrl_c(folder: Path, workers: list[str]) -> None:
-    """SIGINT in the middle of a test."""
-    session = start(folder, "time.sleep(600)", *workers)
+@pytest.mark.parametrize(
+    ("number", "deaf"),
+    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)],
+    ids=["SIGINT", "SIGTERM", "SIGTERM-in-the-background"],
+)
+def test_stopped_in_a_test(folder: Path, number: signal.Signals, deaf: bool, workers: list[str]) -> None:
+    """Ctrl-C, and what a time limit sends."""
+    session = start(folder, "time.sleep(600)", *workers, deaf=deaf)
     worker = meet(folder)
-    session.send_signal(signal.SIGINT)
+    session.send_signal(number)
     if workers:
-        os.kill(worker, signal.SIGINT)  # as a terminal does
+        os.kill(worker, number)  # as a terminal does, and whoever ends a group of processes
     status, lines = end(session)
     assert status == pytest.ExitCode.INTERRUPTED
     assert lines.count("not run: 2 of 6 tests") == 1
@@ -166,12 +176,18 @@ with held_back():
 assert not inside and len(came) == 1, (inside, came)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, lambda *_: came.append("terminated"))
 try:
     with held_back():
         os.kill(os.getpid(), signal.SIGINT)
         finished = True
 except KeyboardInterrupt:
     print("interrupted, finished =", finished)
+
+with held_back():
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert "terminated" not in came
+assert came.pop() == "terminated"
 
 with held_back():
     pass

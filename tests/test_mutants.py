@@ -8,6 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import ClassVar, get_args
@@ -22,6 +26,8 @@ from csa_gate._mutants_session import End, run_session
 from csa_gate.fixtures.kernels import load_kernel
 from csa_gate.fixtures.mutants import CATALOGUE, SOURCE, Device, Fault, misfit, plant
 from csa_gate.oracles import CLAUSES
+
+from .test_interrupted import listen
 
 QUICK = ("--pyargs", "csa_gate.suites", "-k", "r4c2-d3-normal or (test_guards and one-row-nan)")
 BY_ID = {fault.id: fault for fault in CATALOGUE}
@@ -271,6 +277,26 @@ def test_a_hanging_process_is_ended(tmp_path: Path) -> None:
     assert Fate.of(HANGS, "L0", end).word == "error"
     expected = fault("hangs", HANGS.before, HANGS.after, ends=("hang",))
     assert Fate.of(expected, "L0", end).word == "killed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_ends_at_once(number: signal.Signals, tmp_path: Path) -> None:
+    """Whatever is still running is killed, what came of it before has been said, and no file is written."""
+    options = ["-k", "tail", "-n", "1", "--device", "cpu", "--json", "fates.json", "--html", "fates.html"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "csa_gate", "mutants", *options],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=listen,
+    )
+    time.sleep(8)  # the control run alone takes many times as long
+    run.send_signal(number)
+    _, err = run.communicate(timeout=60)
+    assert (run.returncode, err) == (130, "python -m csa_gate mutants: stopped before its end\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_clause_first_is_told() -> None:

@@ -152,12 +152,13 @@ def test_statuses_and_outputs(start: Start) -> None:
         assert not (out if want else err)
 
 
-def test_sigint_of_another_process(start: Start, folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_by_another_process(number: signal.Signals, start: Start, folder: Path) -> None:
     """It reaches the kernel's process: the soak ends with its counts and its file."""
     program = start("soak", "ends.py:Waits", "--json", "soak.json")
     worker = meet(folder)
     assert worker != program.pid
-    program.send_signal(signal.SIGINT)
+    program.send_signal(number)
     out, err = program.communicate(timeout=WAIT)
     assert (program.returncode, err) == (130, "")
     assert out.endswith("stopped before its end\n")
@@ -195,12 +196,12 @@ def _read(leader: int) -> bytes:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals_end_both_processes(number: signal.Signals, start: Start, folder: Path) -> None:
-    """What kills the one leaves none of the other, and shows in the status."""
+    """What stops or kills the one leaves none of the other, and shows in the status."""
     program = start("check", "ends.py:Waits")
     worker = meet(folder)
     program.send_signal(number)
     program.communicate(timeout=WAIT)
-    assert program.returncode == -number
+    assert program.returncode == (-number if number == signal.SIGKILL else 130)
     assert is_gone(worker)
 
 

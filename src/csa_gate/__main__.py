@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import __version__
+from ._stops import take_sigterm
 from ._supervise import supervised
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -37,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command in this process; `argv` without the program's name, None for the process's own.
 
-    Returns the exit status. Raises SystemExit for --help, --version and arguments that make no sense.
+    Returns the exit status, 130 after Ctrl-C. Raises SystemExit for --help, --version and arguments that make no sense.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     prog = "python -m csa_gate"
@@ -59,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = loaded.run(args)
     except ValueError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: stopped before its end", file=sys.stderr)
+        return 130
     except SystemExit as ended:  # a kernel's, for the arguments have been read
         print(f"{parser.prog}: ended by SystemExit: {ended.code}", file=sys.stderr)
         return 1
@@ -67,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_as_program() -> int:
     """`main` for this process's own arguments, where a kernel cannot end it as if all were well."""
+    take_sigterm()
     return supervised(_exit_status) if sys.argv[1:2] and sys.argv[1] in SUPERVISED else main()
 
 

@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     wanted = _wanted(contract, kernel.name, args.clause, relation)
     inputs = make_inputs(problem, args.seed, args.distribution, device)
     if relation is None:
-        verdicts = single_run(kernel, args.kernel, contract, inputs, wanted, args.poison)
+        verdicts = single_run(kernel, args.kernel, contract, inputs, wanted, args.poison, args.clause or ())
     else:
-        verdicts = related_runs(kernel, args.kernel, contract, inputs, wanted, relation)
+        verdicts = related_runs(kernel, args.kernel, contract, inputs, wanted, relation, args.clause or ())
     if isinstance(verdicts, str):
         print(verdicts)
         return 1
@@ -73,13 +73,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def single_run(
-    kernel: Kernel, spec: str, contract: Contract, inputs: Inputs, clauses: Collection[str], poison: str
+    kernel: Kernel,
+    spec: str,
+    contract: Contract,
+    inputs: Inputs,
+    clauses: Collection[str],
+    poison: str,
+    asked: Collection[str] = (),
 ) -> list[Verdict] | str:
     """Run once and judge some clauses of `SINGLE_RUN`, all of them claimed.
 
+    asked: of these, what the command line names; the command in the message then does, too.
+
     Returns a verdict, none if there was nothing to look at, or what the kernel did instead of returning.
     """
-    reproduce = f"{check_command(inputs, spec)} --poison {poison}"
+    reproduce = f"{check_command(inputs, spec)}{_naming(asked)} --poison {poison}"
 
     def act() -> list[Verdict]:
         result = run_kernel(kernel, inputs, poison=poison)
@@ -94,15 +102,25 @@ def single_run(
 
 
 def related_runs(
-    kernel: Kernel, spec: str, contract: Contract, inputs: Inputs, clauses: Collection[str], relation: Relation
+    kernel: Kernel,
+    spec: str,
+    contract: Contract,
+    inputs: Inputs,
+    clauses: Collection[str],
+    relation: Relation,
+    asked: Collection[str] = (),
 ) -> list[Verdict] | str:
     """Judge a relation under some of its clauses; returns a verdict for each, else as `single_run`."""
-    reproduce = f"{check_command(inputs, spec)} --property {relation.name}"
+    reproduce = f"{check_command(inputs, spec)} --property {relation.name}{_naming(asked)}"
 
     def act() -> list[Verdict]:
         return relate(relation, kernel, contract, inputs, clauses, name=spec, reproduce=reproduce)
 
     return _caught(kernel, reproduce, act)
+
+
+def _naming(clauses: Collection[str]) -> str:
+    return "".join(f" --clause {clause}" for clause in clauses)
 
 
 def _caught(kernel: Kernel, reproduce: str, act: Callable[[], list[Verdict]]) -> list[Verdict] | str:

@@ -16,6 +16,7 @@ import pytest
 from . import __version__
 from ._devices import share_devices
 from ._items import describe, enrol, gate_items, subject_of, uses_common_kernel
+from ._stops import leave_sigterm, take_sigterm
 from ._summary import CLAUSE, DEVICE, KERNEL, MACHINE, Subject, Tally
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ class Gate:
         result = yield
         self._or_end(items, self._prepare)
         self.selected.update(item.nodeid for item in items)
-        self.collected |= bool(gate_items(items))
+        if gate_items(items):
+            self.collected = True
+            self._watch_stops()
         return result
 
     @pytest.hookimpl(optionalhook=True)
@@ -124,8 +127,18 @@ class Gate:
         properties = _strings(report.user_properties)
         if CLAUSE not in properties or report.outcome not in ("passed", "failed", "skipped"):
             return
+        self._watch_stops()
         if report.when == "call" or report.outcome != "passed":
             self.tally.add(report.nodeid, properties, report.outcome, _skip_reason(report))
+
+    def _watch_stops(self) -> None:
+        """Let a time limit's SIGTERM end the run as Ctrl-C does, with a summary; a worker dies of it."""
+        if not self.is_worker:
+            take_sigterm()
+
+    def pytest_unconfigure(self) -> None:
+        """Leave the process as it was."""
+        leave_sigterm()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +90,18 @@ def choose(catalogue: Sequence[Fault], expression: str) -> list[Fault]:
     return chosen
 
 
+@contextlib.contextmanager
+def _ended_at_once(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """After Ctrl-C start no more of the pool's sessions, and kill those that run: nothing is to be waited for."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise
+
+
 @dataclass(frozen=True)
 class Course:
     """A run over some faults: where, how many at a time, with how many of torch's threads each."""
@@ -101,7 +115,7 @@ class Course:
         fates: dict[str, Fate] = {}
         alive = list(faults)
         for level in levels:
-            with ThreadPoolExecutor(self.workers) as pool:
+            with ThreadPoolExecutor(self.workers) as pool, _ended_at_once(pool):
                 # The faults need not wait for it, but no verdict counts before its own.
                 control = pool.submit(self._session, None, level)
                 sessions = {pool.submit(self._faulty_session, fault, level, control): fault for fault in alive}

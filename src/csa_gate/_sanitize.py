@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from csa_gate.fixtures.kernels import choose_device, load_kernel
 
-    sanitizer = find_sanitizer()
     choose_device("cuda", load_kernel(args.kernel))
+    sanitizer = find_sanitizer()
     require_writable("--json", args.json)
     which = "all" if args.all else "covering"
     if not args.self_check:

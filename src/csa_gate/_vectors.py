@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make all files, which takes ten seconds, and write or compare them.
+    """Make all files, which takes a minute or two of one core, and write or compare them.
 
     Returns 0, or 1 if --check finds a file that differs, is missing or is none of these. Raises ValueError if the
     folder does not exist.
