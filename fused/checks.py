@@ -174,8 +174,7 @@ def _check_overlap(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     check_tensor(name, tensor)
-    if tensor.dtype != dtype:
-        raise ValueError(f"{name}: got dtype {tensor.dtype}, need {dtype}")
+    check_dtype(name, tensor, dtype)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, need {shape}")
     if tensor.device != device:
@@ -196,16 +195,36 @@ def _check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
 
 def check_tensor(name: str, tensor: object) -> None:
     """Raise ValueError unless `tensor` is a strided tensor whose values lie in memory that int32 offsets reach."""
-    require_tensors(**{name: tensor})
+    check_layout(name, tensor)
     assert isinstance(tensor, Tensor)
     if isinstance(tensor, FakeTensor):
         raise ValueError(f"{name}: got a FakeTensor, need one with memory")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        raise ValueError(f"{name}: got {'a nested tensor' if tensor.is_nested else tensor.layout}, need torch.strided")
     if tensor.is_neg():
         raise ValueError(f"{name}: got a view with torch's negative bit, need its values in memory (resolve_neg())")
     if tensor.numel() > INT32_MAX:
         raise ValueError(f"{name}: got {tensor.numel()} elements, need at most {INT32_MAX} (int32 offsets)")
+
+
+def check_layout(name: str, tensor: object) -> None:
+    """Raise ValueError unless `tensor` is a strided tensor, with memory or without."""
+    require_sized(**{name: tensor})
+    assert isinstance(tensor, Tensor)
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: got {tensor.layout}, need torch.strided")
+
+
+def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError unless the elements of `tensor` are of this type."""
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}: got dtype {tensor.dtype}, need {dtype}")
+
+
+def require_sized(**arguments: object) -> None:
+    """Raise ValueError for the first argument that is no tensor, or a nested one: torch gives no shape of that."""
+    require_tensors(**arguments)
+    for name, tensor in arguments.items():
+        if tensor.is_nested:  # type: ignore[attr-defined]
+            raise ValueError(f"{name}: got a nested tensor, need torch.strided")
 
 
 def require_tensors(**arguments: object) -> None:

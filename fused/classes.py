@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import compiled
 from .api import compress_backward, compress_forward
-from .checks import INPUTS, Shape, check_backward, check_coff, check_forward, check_ratio, require_tensors
+from .checks import INPUTS, Shape, check_backward, check_coff, check_forward, check_layout, check_ratio, require_sized
 from .config import Direction
 from .streams import StreamLike, call_on
 
@@ -23,7 +23,8 @@ class _Compressor:
     _names: tuple[str, ...]  # of the tensors that `execute` takes
 
     def __init__(self, samples: list[Tensor], ratio: int, coff: int) -> None:
-        require_tensors(**dict(zip(self._names, samples, strict=True)))
+        for name, sample in zip(self._names, samples, strict=True):
+            check_layout(name, sample)
         devices = [s.device for s in samples if s.device.type != "meta"]
         self.device = devices[0] if devices else _current_device()
         self.ratio, self.coff = check_ratio(ratio), check_coff(coff)
@@ -68,7 +69,7 @@ class _Compressor:
     def _check_tensors(self, tensors: tuple[Tensor, ...]) -> None:
         if not self._is_compiled:
             raise ValueError(f"{type(self).__name__}: got execute before compile, need compile first")
-        require_tensors(**dict(zip(self._names, tensors, strict=True)))
+        require_sized(**dict(zip(self._names, tensors, strict=True)))
         for name, tensor, sample in zip(self._names, tensors, self._samples, strict=True):
             if tensor.shape != sample.shape:
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, need {tuple(sample.shape)}, the sample's")

@@ -119,7 +119,7 @@ def run(direction: Direction, ratio: int, coff: int, shape: Shape, exp: Exp | No
     sizes = (shape.segments, shape.total_tokens, shape.total_comp, shape.head_dim)
     if not config.on_gpu:
         if direction == "backward":
-            tensors = [*tensors, torch.empty(leaves)]
+            tensors = [*tensors, _host_scratch(leaves)]
         _run_on_host(function, direction, config, sizes, tensors)
         return
 
@@ -157,7 +157,7 @@ def _run_on_host(
         workers = 1
 
     def work(worker: int) -> None:
-        scratch = [torch.empty(LEAF_ROWS * config.window * config.vec)] if direction == "backward" else []
+        scratch = [_host_scratch(LEAF_ROWS * config.window * config.vec)] if direction == "backward" else []
         numbers = [Int32(n) for n in (*sizes, worker, workers)]
         function(*[_host_tensor(t) for t in tensors + scratch], *numbers)
 
@@ -191,11 +191,16 @@ def compile_function(direction: Direction, config: Config) -> Callable[..., None
         dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.int32, torch.int32, torch.bfloat16]
         if direction == "backward":
             dtypes += [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.float32]
-        samples = [_host_tensor(torch.empty(2, dtype=dtype)) for dtype in dtypes]
+        samples = [_host_tensor(torch.empty(2, dtype=dtype, device="cpu")) for dtype in dtypes]
         return cute.compile(getattr(cpu, direction), *samples, *sizes, Int32(0), Int32(1), config)
     tensors = _device_tensors(direction, config)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(getattr(gpu, direction), *tensors, *sizes, stream, config, options="--enable-tvm-ffi")
+
+
+def _host_scratch(count: int) -> Tensor:
+    """Memory for `count` fp32 numbers, whatever torch's default dtype and device are."""
+    return torch.empty(count, dtype=torch.float32, device="cpu")
 
 
 def _host_tensor(tensor: Tensor) -> Any:

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 from .checks import INT32_MAX, check_rows, is_integer, is_misaligned, require_tensors, workspace_elements
 from .classes import MINIMUM_CAPABILITY
 from .config import LOOP, MAX_RATIO, schedule_of
-from .op import compress_thd
+from .op import compress_thd, has_tangent
 from .wrappers import head_dim_of
 
 SWITCH = "CSA_GATE_FUSED"
@@ -39,8 +39,8 @@ def maybe_compress_thd_fused(
     """`compress_thd`, or None where the caller has to take its eager path.
 
     None for what the kernels do not cover: a dtype, a layout, a device, a ratio, more elements than int32 offsets
-    reach, in the backward's workspace too if a gradient is needed. Each reason is logged once in a process, as a
-    warning. Arguments that contradict each other are no such reason and raise, and
+    reach, in the backward's workspace too if a gradient is needed; forward-mode AD. Each reason is logged once in a
+    process, as a warning. Arguments that contradict each other are no such reason and raise, and
     `torch.use_deterministic_algorithms(True)` is none either: the gradients are the same in every run. Arguments and
     their order are those of the dispatch of this name in Megatron-LM.
 
@@ -64,10 +64,13 @@ def maybe_compress_thd_fused(
     if reason is not None:
         _log_once(reason)
         return None
-    batched = kv.dim() == 3
+    shape, batched = kv.shape, kv.dim() == 3
     if batched:
-        kv, score = kv.squeeze(1), score.squeeze(1)
+        kv = kv.squeeze(1)
     head_dim_of(kv, coff, head_dim)
+    if score.shape != shape:  # a batch axis that only one of them has counts
+        raise ValueError(f"score: got shape {tuple(score.shape)}, need {tuple(shape)}")
+    score = score.view(kv.shape)
     out = compress_thd(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio=ratio, coff=coff, total_comp=total_comp)
     return out.unsqueeze(1) if batched else out
 
@@ -94,6 +97,8 @@ def _why_not(
     if not is_integer(coff) or coff not in (1, 2):
         return f"coff is {coff!r}, not 1 or 2"
     ratio, coff = int(ratio), int(coff)  # NumPy's would overflow
+    if has_tangent(kv, score, ape):
+        return "kv, score or ape has a tangent, and there is no forward-mode derivative"
     for name, tensor, dtype in (
         ("kv", kv, torch.bfloat16),
         ("score", score, torch.bfloat16),

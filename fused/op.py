@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .api import compress_forward
-from .checks import INPUTS, check_coff, check_devices, check_ratio, require_tensors
+from .checks import INPUTS, check_coff, check_devices, check_ratio, require_sized
 from .wrappers import allocating_backward, empty_rows, head_dim_of, rows_of
 
 
@@ -28,7 +29,8 @@ def compress_thd(
     Values and gradients have the contract of `compress_forward` and `compress_backward`, and are the same in every
     run. Saves its five tensors for the backward and nothing else; copies an incoming gradient that is not contiguous.
     Works on fake and meta tensors and under `torch.compile(fullgraph=True)`, if `total_comp` is named. There is no
-    second derivative, and no forward-mode one.
+    second derivative, and no forward-mode one; `torch.ops.csa_gate.compress_thd` itself, called without this function,
+    does not see that one is asked for.
 
     Args:
         kv, score: (total_tokens, coff * head_dim), bf16, contiguous, on CPU or CUDA.
@@ -45,12 +47,61 @@ def compress_thd(
     Raises:
         ValueError: naming the argument, what came and what is needed.
         RuntimeError: as `csa_compressor_forward_wrapper`, or in the backward of a backward.
+        NotImplementedError: kv, score or ape has a tangent of forward-mode AD (`torch.func.jvp`, `make_dual`).
     """
-    require_tensors(kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp)
+    require_sized(kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp)
     ratio, coff = check_ratio(ratio), check_coff(coff)
+    if has_tangent(kv, score, ape):
+        raise NotImplementedError(
+            "compress_thd: got a tangent of forward-mode AD, need none: "
+            "there is no forward-mode derivative, backward only"
+        )
     rows = rows_of(cu_seqlens_comp, total_comp)
     result: Tensor = _forward(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, rows)
     return result
+
+
+def has_tangent(*tensors: Tensor) -> bool:
+    """Whether forward-mode AD differentiates by one of the tensors.
+
+    torch itself does not ask: it gives the results of a custom operator no tangent, or 0. Outside forward-mode AD this
+    reads one number; inside it torch.compile breaks the graph here.
+    """
+    return forward_ad._current_level >= 0 and _probe(*tensors)
+
+
+@torch.compiler.disable(reason="compress_thd has no forward-mode derivative")  # type: ignore[no-untyped-call]
+def _probe(*tensors: Tensor) -> bool:
+    try:
+        _Probe.apply(*tensors)  # type: ignore[no-untyped-call]
+    except _TangentFound:
+        return True
+    return False
+
+
+class _TangentFound(Exception):
+    """What `_Probe` has to say."""
+
+
+class _Probe(torch.autograd.Function):
+    """Nothing, but for the `jvp`, which torch calls if an input has a tangent.
+
+    `forward_ad.unpack_dual` would tell too, if it could be called on the tensors inside `torch.func.vmap`.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*tensors: Tensor) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        raise _TangentFound
 
 
 @torch.library.custom_op("csa_gate::compress_thd", mutates_args=())

@@ -6,9 +6,20 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from .api import compress_backward, compress_forward
-from .checks import INT32_MAX, check_coff, check_ratio, check_rows, check_tensor, is_integer, require_tensors
+from .checks import (
+    INT32_MAX,
+    check_coff,
+    check_dtype,
+    check_layout,
+    check_ratio,
+    check_rows,
+    check_tensor,
+    is_integer,
+    require_sized,
+)
 from .streams import StreamLike, call_on
 
 
@@ -150,7 +161,7 @@ def empty_rows(kv: Tensor, head_dim: int, rows: int) -> Tensor:
 
 def head_dim_of(kv: Tensor, coff: int, head_dim: int | None = None) -> int:
     """Columns of a row, by the width of kv. Raises ValueError if kv has no such width or `head_dim` is another one."""
-    require_tensors(kv=kv)
+    require_sized(kv=kv)
     if kv.dim() != 2:
         raise ValueError(f"kv: got shape {tuple(kv.shape)}, need 2 dimensions")
     coff = check_coff(coff)
@@ -172,12 +183,16 @@ def rows_of(cu_seqlens_comp: Tensor, total_comp: int | None) -> int:
         if rows > INT32_MAX:
             raise ValueError(f"total_comp: got {rows} rows, need at most {INT32_MAX} (int32 offsets)")
         return rows
-    require_tensors(cu_seqlens_comp=cu_seqlens_comp)
+    # The kernels' own checks come after this read: of another dtype it could give no number, or a wrong one.
+    check_layout("cu_seqlens_comp", cu_seqlens_comp)
+    check_dtype("cu_seqlens_comp", cu_seqlens_comp, torch.int32)
     if cu_seqlens_comp.dim() != 1 or not len(cu_seqlens_comp):
         shape = tuple(cu_seqlens_comp.shape)
         raise ValueError(f"cu_seqlens_comp: got shape {shape}, need the number of segments + 1")
     if cu_seqlens_comp.is_meta:
         raise ValueError("cu_seqlens_comp: got device meta, need one to read the number of rows on, or a total_comp")
+    if isinstance(cu_seqlens_comp, FakeTensor):
+        raise ValueError("cu_seqlens_comp: got a FakeTensor, need values to read the number of rows, or a total_comp")
     if cu_seqlens_comp.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("total_comp: got None under CUDA graph capture, which cannot wait; name the rows of out")
     rows = int(cu_seqlens_comp[-1].item())

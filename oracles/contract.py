@@ -28,7 +28,7 @@ class Contract:
     row_padding: rows past cu_seqlens_comp[-1] pool token 0's block; their incoming gradient changes no bit.
     token_padding: tokens past cu_seqlens[-1] change no bit of anything.
     nonfinite: Inf and NaN come out where the reference has them, and nowhere else.
-    memory: inputs are unchanged and nothing is written outside the outputs.
+    memory: inputs and torch's global state are unchanged, and nothing is written outside the outputs, or after a call.
     batch_invariance: a segment's rows do not depend on its neighbours.
     replay: the same buffers serve new data and other lengths.
     graph_replay: a captured CUDA graph follows new data, other lengths and fewer rows.

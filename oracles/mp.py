@@ -89,7 +89,7 @@ def mp(inputs: Inputs, *, output_dtype: torch.dtype = torch.bfloat16) -> Result:
         for k, total in enumerate(sums):
             dape[k, j] = _code(total, partial(dape_ratios, windows[: p.rows], k), 2 * SCALE, _FORMATS[ape_dtype])
     out[p.rows :] = out[p.rows : p.rows + 1]  # every padding row pools the same tokens
-    grads = [torch.zeros(inputs.kv.shape, dtype=output_dtype) for _ in range(2)]
+    grads = [torch.zeros(inputs.kv.shape, dtype=output_dtype, device="cpu") for _ in range(2)]
     for codes, grad in zip((dkv, dscore), grads, strict=True):
         scatter(_tensor(codes, output_dtype), p, grad, slice(0, p.rows))
     grad_ape = scatter_ape(_tensor(dape, ape_dtype), p)

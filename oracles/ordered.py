@@ -124,10 +124,10 @@ class _AxisSum:
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        self._high = torch.zeros((LANES, *shape), device=device)
-        self._low = torch.zeros((LANES, *shape), device=device)
+        self._high = torch.zeros((LANES, *shape), dtype=torch.float32, device=device)
+        self._low = torch.zeros((LANES, *shape), dtype=torch.float32, device=device)
         self._leaves = 0
-        self._rest = torch.zeros((0, *shape), device=device)
+        self._rest = torch.zeros((0, *shape), dtype=torch.float32, device=device)
 
     def add(self, rows: Tensor) -> None:
         """Take in the next rows, (n, *shape); what does not fill a leaf waits for more."""

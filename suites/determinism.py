@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from csa_gate.fixtures.cases import DETERMINISM, THREADS, Case
+from csa_gate.fixtures.callers import CALLERS
+from csa_gate.fixtures.cases import CALLED, DETERMINISM, THREADS, Case
 from csa_gate.fixtures.marks import L1, clause
 from csa_gate.fixtures.replay import launch
 from csa_gate.fixtures.run import Buffers
@@ -42,11 +43,20 @@ class DeterminismSuite(GateSuite):
         try:
             torch.set_num_threads(1)
             want = gate.run(inputs)
-            for threads in (2, 3):
+            for threads in (2, 3, 8):
                 torch.set_num_threads(threads)
                 gate.same(name, inputs, want, gate.run(inputs), f"on {threads} threads against one")
         finally:
             torch.set_num_threads(before)
+
+    @pytest.mark.parametrize("name", _BOTH)
+    @pytest.mark.parametrize("caller", CALLERS)
+    @pytest.mark.parametrize("case", each(c for c in DETERMINISM if c.id in CALLED))
+    def test_caller(self, gate: Gate, case: Case, caller: str, name: str) -> None:
+        """As a framework calls a kernel: in the modes that torch has, and from a thread of autograd's."""
+        inputs = gate.inputs(case)
+        got = gate.run(inputs, called=CALLERS[caller])
+        gate.same(name, inputs, gate.run(inputs), got, f"called {caller} against a plain call")
 
     @L1
     @pytest.mark.parametrize("name", _BOTH)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 import pytest
 
-from csa_gate.fixtures.canary import shift_inputs
+from csa_gate.fixtures.canary import GuardedInputs, MemoryFault
 from csa_gate.fixtures.cases import MEMORY, OFFSETS, Case
-from csa_gate.fixtures.marks import clause
+from csa_gate.fixtures.marks import L1, clause
+from csa_gate.oracles import Inputs, Result
 
 from .base import Gate, GateSuite, each
+
+_READ, _WRITTEN = ("kv", "score", "ape", "grad_out"), ("out", "grad_kv", "grad_score", "grad_ape")
+_SHIFTS: dict[str, dict[str, int]] = {
+    "inputs": dict.fromkeys((*_READ, "cu_seqlens", "cu_seqlens_comp"), 1),
+    "outputs": dict.fromkeys(_WRITTEN, 1),
+}
+_SHIFTS["both"] = _SHIFTS["inputs"] | _SHIFTS["outputs"]
+_FINER = {name: {name: 1} for name in (*_READ, *_WRITTEN)}
+_FINER |= {f"all-by-{count}": dict.fromkeys((*_READ, *_WRITTEN), count) for count in (2, 4)}
+_SHIFTED = [case for case in MEMORY if case.id in OFFSETS]
 
 
 class MemorySuite(GateSuite):
@@ -21,12 +35,44 @@ class MemorySuite(GateSuite):
         gate.run(gate.inputs(case), poison=poison)
 
     @clause("memory")
-    @pytest.mark.parametrize("side", ["inputs", "outputs", "both"])
-    @pytest.mark.parametrize("case", each(c for c in MEMORY if c.id in OFFSETS))
+    @pytest.mark.parametrize("around", ["odd", "nan"])
+    @pytest.mark.parametrize("case", each(MEMORY))
+    def test_around_inputs(self, gate: Gate, case: Case, around: Literal["odd", "nan"]) -> None:
+        """What lies around the inputs is not written, and if it is read makes no difference."""
+        plain = gate.inputs(case)
+        inputs, got = _guarded(gate, plain, {}, around)
+        gate.hold("memory", inputs, got, f"with {around} values around its inputs", plain=(plain, gate.run(plain)))
+
+    @clause("memory")
+    @pytest.mark.parametrize("side", _SHIFTS)
+    @pytest.mark.parametrize("case", each(_SHIFTED))
     def test_storage_offset(self, gate: Gate, case: Case, side: str) -> None:
         """Contiguous views one element into their storage: no base address has more than its dtype's alignment."""
-        aligned = gate.inputs(case)
-        inputs = aligned if side == "outputs" else shift_inputs(aligned)
-        got = gate.run(inputs, offset=int(side != "inputs"))
-        what = f"with {side} one element off their alignment"
-        gate.hold("memory", inputs, got, what, plain=(aligned, gate.run(aligned)))
+        _hold_shifted(gate, case, _SHIFTS[side])
+
+    @L1
+    @clause("memory")
+    @pytest.mark.parametrize("which", _FINER)
+    @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in _SHIFTED])
+    def test_single_offset(self, gate: Gate, case: Case, which: str) -> None:
+        """One tensor alone, whose address a kernel may take for like the others'; all of them, but not by one."""
+        _hold_shifted(gate, case, _FINER[which])
+
+
+def _hold_shifted(gate: Gate, case: Case, shift: Mapping[str, int]) -> None:
+    plain = gate.inputs(case)
+    inputs, got = _guarded(gate, plain, shift, "odd")
+    what = "with " + ", ".join(f"{name} {count} elements off its alignment" for name, count in shift.items())
+    gate.hold("memory", inputs, got, what, plain=(plain, gate.run(plain)))
+
+
+def _guarded(
+    gate: Gate, inputs: Inputs, shift: Mapping[str, int], around: Literal["odd", "nan"]
+) -> tuple[Inputs, Result]:
+    guarded = GuardedInputs(inputs, shift, around)
+    got = gate.run(guarded.inputs, offset=shift)
+    try:
+        guarded.check()
+    except MemoryFault as fault:
+        raise MemoryFault(f"contract broken: memory\n{fault}\nreproduce: {gate.command}") from None
+    return guarded.inputs, got

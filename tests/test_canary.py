@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from csa_gate.fixtures.canary import ALIGN_BYTES, GUARD_BYTES, POISONS, Canary, MemoryFault, Snapshot, shift_inputs
+from csa_gate.fixtures.canary import ALIGN_BYTES, GUARD_BYTES, POISONS, Canary, GuardedInputs, MemoryFault, Snapshot
 from csa_gate.fixtures.kernels import Kernel
 from csa_gate.fixtures.run import Buffers, run, run_backward, run_forward
 from csa_gate.oracles import Contract, Inputs, Problem, make_inputs
@@ -253,7 +253,7 @@ def test_shifted_inputs():
     """The copy holds the same bits, contiguous, off 4-byte (bf16) or 8-byte (fp32, int32) alignment."""
     inputs = make()
     inputs.kv[0, 0] = -0.0
-    shifted = shift_inputs(inputs)
+    shifted = GuardedInputs(inputs, 1).inputs
     assert shifted.problem is inputs.problem
     for field in dataclasses.fields(Inputs):
         before, after = getattr(inputs, field.name), getattr(shifted, field.name)

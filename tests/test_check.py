@@ -155,7 +155,7 @@ def test_property(capsys, kernels):
     assert out.startswith("contract broken: deterministic\n")
     assert "(repeated)" in out
     command = shlex.split(next(line for line in out.splitlines() if line.startswith("reproduce: ")))[1:]
-    assert command[-2:] == ["--property", "repeated"]
+    assert command[-4:] == ["--property", "repeated", "--clause", "deterministic"]
     again = main(command[3:])
     assert (again, capsys.readouterr().out) == (status, out)
 

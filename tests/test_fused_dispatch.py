@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from csa_gate.fused import compiled, compress_thd, dispatch, maybe_compress_thd_fused
 from csa_gate.fused.config import LOOP, schedule_of
@@ -230,6 +231,39 @@ def test_contradictions_raise(name: str, spoil: Any, text: str) -> None:
     given = arguments()
     with pytest.raises(ValueError, match=text):
         maybe_compress_thd_fused(**given | {name: spoil(given[name])})
+
+
+@pytest.mark.parametrize("name", ["kv", "score"])
+def test_batch_axis_of_one_raises(name: str) -> None:
+    """kv and score have a batch axis both, or neither."""
+    given = arguments()
+    shapes = [r"\(28, 16\)", r"\(28, 1, 16\)"]
+    got, need = shapes if name == "kv" else shapes[::-1]
+    with pytest.raises(ValueError, match=f"^score: got shape {got}, need {need}$"):
+        maybe_compress_thd_fused(**given | {name: given[name].unsqueeze(1)})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch.func.jvp
+@pytest.mark.parametrize("name", ["kv", "score", "ape"])
+def test_forward_mode_declines(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where forward-mode AD differentiates, the eager path gives the tangent; where it does not, nothing changes."""
+    given = arguments()
+    want = maybe_compress_thd_fused(**given)
+    with forward_ad.dual_level():
+        out = maybe_compress_thd_fused(**given)
+        assert out is not None and want is not None and same(out, want)
+        assert not caplog.records
+        with caplog.at_level(logging.WARNING):
+            dual = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+            assert maybe_compress_thd_fused(**given | {name: dual}) is None
+
+    def call(tensor: Tensor) -> Tensor:
+        assert maybe_compress_thd_fused(**given | {name: tensor}) is None
+        return tensor
+
+    torch.func.jvp(call, (given[name],), (torch.ones_like(given[name]),))
+    (record,) = caplog.records
+    assert "kv, score or ape has a tangent" in record.getMessage()
 
 
 def _layer(kv: Tensor, score: Tensor, ape: Tensor, cu_seqlens: Tensor, cu_seqlens_comp: Tensor) -> tuple[Tensor, bool]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 from csa_gate.fused import compress_thd
 from csa_gate.oracles import Inputs, Problem, Result, make_inputs, ordered
@@ -199,6 +201,69 @@ def test_second_derivative() -> None:
     (gradient,) = torch.autograd.grad(out.sum(), tensors[0], create_graph=True)
     with pytest.raises(RuntimeError, match="compress_thd: its gradients cannot be differentiated again"):
         gradient.sum().backward()
+
+
+NO_TANGENT = "compress_thd: got a tangent of forward-mode AD, need none: there is no forward-mode derivative"
+jvp_warns = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # its first call
+
+
+def _of(at: int, tensors: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
+    """The operator as a function of one of its tensors."""
+    return lambda tensor: _alone(*tensors[:at], tensor, *tensors[at + 1 :], total_comp=7)
+
+
+@jvp_warns
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("grad", ["", "ksa"])
+def test_forward_mode(at: int, grad: str) -> None:
+    """A tangent is refused by name, rather than lost, in dual numbers and in all that torch.func makes of them."""
+    tensors = tensors_of(make_inputs(PROBLEM), grad=grad)
+    call, primal, tangent = _of(at, tensors), tensors[at], torch.ones_like(tensors[at])
+
+    def jvp(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+        return torch.func.jvp(function, (tensor,), (torch.ones_like(tensor),))[1]
+
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=NO_TANGENT):
+        call(forward_ad.make_dual(primal, tangent))
+    for transformed in (
+        lambda: jvp(call, primal),
+        lambda: jvp(lambda t: torch.func.vmap(call)(t[None]), primal),
+        lambda: torch.func.vmap(lambda t: jvp(call, t))(primal[None]),
+        lambda: jvp(lambda t: jvp(lambda _: call(t), primal), primal),
+        lambda: torch.func.jacfwd(call)(primal),
+    ):
+        with pytest.raises(NotImplementedError, match=NO_TANGENT):
+            transformed()
+    assert same(call(primal).detach(), specified(make_inputs(PROBLEM)).out)
+
+
+@jvp_warns
+def test_no_tangent_in_forward_mode() -> None:
+    """What forward-mode AD does not differentiate by is taken as ever, and has its gradients."""
+    inputs = make_inputs(PROBLEM)
+    tensors = tensors_of(inputs, grad="ksa")
+    with forward_ad.dual_level():
+        out = compress_thd(*tensors, **SETTINGS, total_comp=7)
+        out.backward(inputs.grad_out)
+    assert_specified(inputs, out, tensors)
+    _, tangent = torch.func.jvp(lambda t: t * _of(0, tensors)(tensors[0]).detach(), (out,), (torch.ones_like(out),))
+    assert same(tangent.detach(), out.detach())
+
+
+def test_forward_mode_under_compile() -> None:
+    """A compiled call does not lose a tangent either: a graph breaks there, or is refused if it must not."""
+    tensors = tensors_of(make_inputs(PROBLEM))
+    call, primal = _of(0, tensors), tensors[0]
+    for fullgraph, error, text in (
+        (False, NotImplementedError, NO_TANGENT),
+        (True, torch._dynamo.exc.Unsupported, "compress_thd has no forward-mode derivative"),
+    ):
+        torch.compiler.reset()
+        compiled = torch.compile(call, fullgraph=fullgraph, backend="aot_eager")
+        assert same(compiled(primal), call(primal))
+        with forward_ad.dual_level(), pytest.raises(error, match=text):
+            compiled(forward_ad.make_dual(primal, torch.ones_like(primal)))
+        assert same(compiled(primal), call(primal))
 
 
 @pytest.mark.parametrize("device", DEVICES)

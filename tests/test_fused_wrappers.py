@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from csa_gate.fused import (
@@ -193,9 +194,18 @@ def test_no_reads(device: str) -> None:
         (lambda t: -t, r"cu_seqlens_comp: got -5 at the end, need a number of rows"),
         (lambda t: t.tolist(), r"cu_seqlens_comp: got list, need a torch\.Tensor"),
         (lambda t: t.to("meta"), r"cu_seqlens_comp: got device meta, need one to read the number of rows on"),
+        (lambda t: t.long(), r"cu_seqlens_comp: got dtype torch\.int64, need torch\.int32"),
+        (lambda t: t.float(), r"cu_seqlens_comp: got dtype torch\.float32, need torch\.int32"),
+        (lambda t: t * float("nan"), r"cu_seqlens_comp: got dtype torch\.float32, need torch\.int32"),
+        (lambda t: t / 0, r"cu_seqlens_comp: got dtype torch\.float32, need torch\.int32"),
+        (lambda t: t.to(torch.complex64), r"cu_seqlens_comp: got dtype torch\.complex64, need torch\.int32"),
+        (lambda t: t.to_sparse(), r"cu_seqlens_comp: got torch\.sparse_coo, need torch\.strided"),
+        (lambda t: torch.nested.nested_tensor([t]), r"cu_seqlens_comp: got a nested tensor, need torch\.strided"),
+        (FakeTensorMode().from_tensor, r"cu_seqlens_comp: got a FakeTensor, need values to read the number of rows"),
     ],
 )
 @pytest.mark.parametrize("call", [csa_compressor_forward_wrapper, compress_thd])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_offsets_that_give_no_rows(call: Any, spoil: Any, text: str) -> None:
     """`total_comp=None` reads the last offset, which has to be there and to be one."""
     arguments = _arguments()

@@ -197,6 +197,12 @@ class TestCommand:
         ("options", "message"),
         [
             (["-k", "nosuch"], "-k: no fault has 'nosuch' in its id, file or clause"),
+            (["-k", " "], "-k: got ' ' with an empty word, need one on both sides of each ` or `"),
+            (["-k", " or "], "-k: got ' or ' with an empty word"),
+            (["-k", "leaf or "], "-k: got 'leaf or ' with an empty word"),
+            (["-k", "leaf or  or tail"], "with an empty word"),
+            (["--json", "same", "--html", "./same"], "--html: got same, need another file than that of --json"),
+            (["--json", "/proc/self/x.json"], "--json: got /proc/self/x.json, need a file that can be written"),
             (["-k", "grid-"], "-k: none of the 3 faults chosen can be seen on cpu"),
             (["-n", "0"], "-n: got 0, need at least 1"),
             (["--json", "/no/such/folder/file"], "--json: got /no/such/folder/file, need a file in a folder"),
@@ -209,6 +215,11 @@ class TestCommand:
         assert mutants(monkeypatch, list(CATALOGUE), *options) == 2
         captured = capsys.readouterr()
         assert message in captured.err and captured.out == ""
+
+    def test_choice(self) -> None:
+        """The empty expression means all faults, any other those that have one of its words."""
+        assert _mutants.choose(CATALOGUE, "") == list(CATALOGUE)
+        assert _mutants.choose([SURVIVES, TWICE, NOWHERE], "twice or  surv") == [SURVIVES, TWICE]
 
 
 class TestLevels:

@@ -41,6 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit status, 130 after Ctrl-C. Raises SystemExit for --help, --version and arguments that make no sense.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        print(f"python -m csa_gate {' '.join(argv[:1])}: stopped before its end", file=sys.stderr)
+        return 130
+
+
+def _run(argv: list[str]) -> int:
     prog = "python -m csa_gate"
     overview = Parser(
         prog=prog,
@@ -60,9 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = loaded.run(args)
     except ValueError as error:
         parser.error(str(error))
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: stopped before its end", file=sys.stderr)
-        return 130
     except SystemExit as ended:  # a kernel's, for the arguments have been read
         print(f"{parser.prog}: ended by SystemExit: {ended.code}", file=sys.stderr)
         return 1

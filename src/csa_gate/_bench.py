@@ -26,7 +26,7 @@ from ._bench_packs import Pack, choose
 from ._bench_report import LEGEND, aims, table, targets
 from ._bench_runs import medians
 from ._bench_subjects import EagerSubject, KernelSubject, PeerSubject, Subject
-from ._files import require_writable
+from ._files import require_outputs, write_whole
 
 REPEATS = {"cuda": 20, "cpu": 7, "smoke": 3}
 SMOKE_ELEMENTS = 1 << 18  # of the copy on the CPU: a megabyte
@@ -97,8 +97,7 @@ def _print_medians(args: argparse.Namespace) -> int:
 
 
 def _require_outputs(args: argparse.Namespace) -> None:
-    for option, path in (("--json", args.json), ("--picture", args.picture)):
-        require_writable(option, path)
+    require_outputs({"--json": args.json, "--picture": args.picture})
     if args.picture is not None:
         _bench_picture.require()
 
@@ -148,7 +147,7 @@ def write_json(rows: Sequence[Row], bandwidths: Sequence[float], about: dict[str
             "rows": [asdict(row) for row in rows],
             "targets": [asdict(target) for target in targets(rows)],
         }
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def report(rows: Sequence[Row], about: dict[str, str], args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from csa_gate.fixtures.kernels import choose_device, load_kernel
 from csa_gate.fixtures.mutants import CATALOGUE, SOURCE, Fault, misfit
 
-from ._files import require_writable
+from ._files import require_outputs, write_whole
 from ._gate import LEVELS
 from ._mutants_report import Fate, as_json, html, line, table, verdict
 from ._mutants_session import SUITES, End, run_session
@@ -58,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
     workers = min(cores, MOST_WORKERS) if args.workers is None else args.workers
     if workers < 1:
         raise ValueError(f"-n: got {workers}, need at least 1")
-    for option, path in (("--json", args.json), ("--html", args.html)):
-        require_writable(option, path)
+    require_outputs({"--json": args.json, "--html": args.html})
     device = choose_device(args.device, load_kernel("fused")).type
     chosen = choose(CATALOGUE, args.expression)
     misfits = [why for fault in chosen if (why := misfit(fault, SOURCE)) is not None]
@@ -75,31 +75,42 @@ def run(args: argparse.Namespace) -> int:
     elsewhere = [fault for fault in chosen if device not in fault.on]
     print("\n".join([*table(fates, elsewhere), "", *verdict(fates, elsewhere, device)]))
     if args.json is not None:
-        args.json.write_text(json.dumps(as_json(fates), indent=1) + "\n")
+        write_whole(args.json, json.dumps(as_json(fates), indent=1) + "\n")
     if args.html is not None:
-        args.html.write_text(html(fates, elsewhere, device))
+        write_whole(args.html, html(fates, elsewhere, device))
     return 0 if all(fate.killed for fate in fates) else 1
 
 
 def choose(catalogue: Sequence[Fault], expression: str) -> list[Fault]:
-    """The faults with one of the words of `expression`, which ` or ` separates, in their id, file or clause."""
-    words = expression.split(" or ")
-    chosen = [f for f in catalogue if any(w.strip() in f"{f.id} {f.file} {f.clause}" for w in words)]
+    """The faults with one of the words of `expression`, which ` or ` separates, in their id, file or clause.
+
+    All for the empty expression. Raises ValueError if none has one, or if a word is empty, which all would have.
+    """
+    words = [word.strip() for word in expression.split(" or ")]
+    if expression and not all(words):
+        raise ValueError(f"-k: got {expression!r} with an empty word, need one on both sides of each ` or `")
+    chosen = [f for f in catalogue if any(w in f"{f.id} {f.file} {f.clause}" for w in words)]
     if not chosen:
         raise ValueError(f"-k: no fault has {expression!r} in its id, file or clause")
     return chosen
 
 
 @contextlib.contextmanager
-def _ended_at_once(pool: ThreadPoolExecutor) -> Iterator[None]:
-    """After Ctrl-C start no more of the pool's sessions, and kill those that run: nothing is to be waited for."""
+def _pool(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads for sessions, none of which outlives a Ctrl-C: nothing is to be waited for then."""
+    pool = ThreadPoolExecutor(workers)
     try:
-        yield
+        yield pool
     except KeyboardInterrupt:
         pool.shutdown(wait=False, cancel_futures=True)
-        for child in multiprocessing.active_children():
-            child.kill()
+        end = threading.Thread(target=pool.shutdown, daemon=True)
+        end.start()
+        while end.is_alive():  # more than once: a session may be about to start
+            for child in multiprocessing.active_children():
+                child.kill()
+            end.join(0.1)
         raise
+    pool.shutdown()
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,7 @@ class Course:
         fates: dict[str, Fate] = {}
         alive = list(faults)
         for level in levels:
-            with ThreadPoolExecutor(self.workers) as pool, _ended_at_once(pool):
+            with _pool(self.workers) as pool:
                 # The faults need not wait for it, but no verdict counts before its own.
                 control = pool.submit(self._session, None, level)
                 sessions = {pool.submit(self._faulty_session, fault, level, control): fault for fault in alive}

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ._files import require_writable
+from ._files import require_writable, write_whole
 from ._toolkit import find_tool
 
 TOOLS: dict[str, tuple[str, str]] = {
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     faults = missed(seen) if args.self_check else [fault for one in seen for fault in one.faults]
     print("\n".join([*table(seen), *(f"fault: {fault}" for fault in faults), conclusion(faults, args.self_check)]))
     if args.json is not None:
-        args.json.write_text(json.dumps({"tools": [asdict(one) for one in seen], "faults": faults}, indent=1) + "\n")
+        write_whole(args.json, json.dumps({"tools": [asdict(one) for one in seen], "faults": faults}, indent=1) + "\n")
     return 1 if faults else 0
 
 

@@ -23,7 +23,7 @@ from csa_gate.oracles import CLAUSES, Contract, Problem, Verdict
 
 from . import __version__
 from ._check import SINGLE_RUN, related_runs, single_run
-from ._files import require_writable
+from ._files import require_writable, write_whole
 
 _EACH_SHAPE = 8  # problems of one shape in a row, for a new shape has to be compiled
 _SHOWN = 10  # failures printed in full; the JSON file has all of them
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         stopped = True
     print("\n".join([*soak.table(), *soak.reach()]))
     if args.json is not None:
-        args.json.write_text(json.dumps(soak.report(args.minutes, stopped), indent=1) + "\n")
+        write_whole(args.json, json.dumps(soak.report(args.minutes, stopped), indent=1) + "\n")
     if stopped:
         print("stopped before its end")
         return 130

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ._files import require_writable
+from ._files import require_writable, write_whole
 from ._static_cubin import LIMITS, WARP, find_cuobjdump
 from ._static_probe import Row, Which, compiler_of
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join([*table(rows), "", *verdict(rows, faults, archs)]))
     if args.json is not None:
         report = {"kernels": [asdict(row) for row in rows], "faults": faults}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_whole(args.json, json.dumps(report, indent=1) + "\n")
     return 1 if faults or not rows else 0
 
 

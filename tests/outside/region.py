@@ -29,7 +29,8 @@ class Region:
     def backward(self, *inputs: Tensor, ratio: int, coff: int, **gradients: Tensor) -> None:
         problem = problem_of(inputs, ratio, coff)
         leaves = [t.float().requires_grad_() for t in inputs[:3]]
-        rows = self.rows(*leaves, problem)[: problem.rows]
+        with torch.enable_grad():  # which is off in the backward of an autograd.Function
+            rows = self.rows(*leaves, problem)[: problem.rows]
         found = torch.autograd.grad(rows, leaves, inputs[5][: problem.rows].float())
         for buffer, gradient in zip(gradients.values(), found, strict=True):
             buffer.copy_(gradient)
