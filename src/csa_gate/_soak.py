@@ -25,7 +25,7 @@ from . import __version__
 from ._check import SINGLE_RUN, related_runs, single_run
 from ._files import require_writable, write_whole
 
-_EACH_SHAPE = 8  # problems of one shape in a row, for a new shape has to be compiled
+_EACH_SHAPE = 8  # problems of one shape in a row, for a new shape has to be compiled; the first round has one of each
 _SHOWN = 10  # failures printed in full; the JSON file has all of them
 _RAISED = "raised"
 _BY_CHANCE = "dape_accuracy"  # a test of significance: among thousands of problems some fail it by chance alone
@@ -96,17 +96,20 @@ class Soak:
         self.counts: Counter[tuple[str, str, bool]] = Counter()
         self.failures: list[dict[str, Any]] = []
         self._rng = np.random.default_rng(seed)
-        self._steps = 0
+        self._shapes = self._left = 0  # drawn so far; problems to come of the last
 
     def step(self) -> None:
         """Draw one problem and run it alone, then in one of the relations."""
-        family = FAMILIES[self._steps // _EACH_SHAPE % len(FAMILIES)]
-        if self._steps % _EACH_SHAPE == 0:
-            self._shape = draw_shape(self._pick, family)
+        if self._left == 0:
+            self._family = FAMILIES[self._shapes % len(FAMILIES)]
+            self._shape = draw_shape(self._pick, self._family)
+            self._left = 1 if self._shapes < len(FAMILIES) else _EACH_SHAPE
+            self._shapes += 1
+        self._left -= 1
+        family = self._family
         case = draw_case(self._pick, self._shape)
         relation = RELATIONS[self._pick(0, len(RELATIONS) - 1)]
         poison = POISONS[self._pick(0, len(POISONS) - 1)]
-        self._steps += 1
         reason = refusal(self.kernel, case.problem)
         if reason is not None:
             self.why = f"; the last refused: {reason}"
