@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import get_args
 
 import pytest
 
-from csa_gate.fixtures.canary import GuardedInputs, MemoryFault
+from csa_gate.fixtures.canary import Around, GuardedInputs, MemoryFault
 from csa_gate.fixtures.cases import MEMORY, OFFSETS, Case
 from csa_gate.fixtures.marks import L1, clause
 from csa_gate.oracles import Inputs, Result
@@ -35,9 +35,9 @@ class MemorySuite(GateSuite):
         gate.run(gate.inputs(case), poison=poison)
 
     @clause("memory")
-    @pytest.mark.parametrize("around", ["odd", "nan"])
+    @pytest.mark.parametrize("around", get_args(Around))
     @pytest.mark.parametrize("case", each(MEMORY))
-    def test_around_inputs(self, gate: Gate, case: Case, around: Literal["odd", "nan"]) -> None:
+    def test_around_inputs(self, gate: Gate, case: Case, around: Around) -> None:
         """What lies around the inputs is not written, and if it is read makes no difference."""
         plain = gate.inputs(case)
         inputs, got = _guarded(gate, plain, {}, around)
@@ -66,9 +66,7 @@ def _hold_shifted(gate: Gate, case: Case, shift: Mapping[str, int]) -> None:
     gate.hold("memory", inputs, got, what, plain=(plain, gate.run(plain)))
 
 
-def _guarded(
-    gate: Gate, inputs: Inputs, shift: Mapping[str, int], around: Literal["odd", "nan"]
-) -> tuple[Inputs, Result]:
+def _guarded(gate: Gate, inputs: Inputs, shift: Mapping[str, int], around: Around) -> tuple[Inputs, Result]:
     guarded = GuardedInputs(inputs, shift, around)
     got = gate.run(guarded.inputs, offset=shift)
     try:
