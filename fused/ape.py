@@ -37,9 +37,7 @@ def sum_leaves(
     value = fragments(parts, config)
     high[slot, None].fill(0.0)
     low[slot, None].fill(0.0)
-    # Two leaves on their way at a time, where threads are few.
-    unroll = cutlass.const_expr(2 if config.on_gpu and config.vec > 1 else 1)
-    for leaf in cutlass.range(lane, count, LEAF_LANES, unroll=unroll):
+    for leaf in cutlass.range(lane, count, LEAF_LANES, unroll=config.schedule.leaves_ahead):
         for part in cutlass.range(parts, unroll_full=config.on_gpu):
             cute.autovec_copy(leaves[(leaf * parts + part) * stride + at, None], value[part, None])
         halving_tree(config, value, parts, 1)

@@ -37,6 +37,9 @@ STATIC_HEAD_DIMS = (128, 512)  # of production: compiled in on the GPU; all othe
 # Elements of out from which on a forward thread takes several rows of a short window, and how many, the most first:
 # enough for a block's start to be forgotten, and few enough to leave each of 132 multiprocessors two blocks or three.
 ROWS_AHEAD = {3 << 20: 16, 1 << 20: 8, 3 << 18: 4}
+# Rows from which on a short window's leaves are many for the threads that sum them, and how many of these each has on
+# their way then: 5 to 7 % of the backward at 16,384 rows, 1 to 2 at 6,144.
+MANY_LEAF_ROWS, LEAVES_AHEAD = 1 << 12, 4
 STAGES = 2  # the row in work and the next one; a third took up to a fifth longer
 
 
@@ -51,6 +54,7 @@ class Schedule:
     rows_each: rows that a thread takes one after the other.
     min_blocks: blocks that a multiprocessor should hold at a time, which caps the registers.
     stages: rows of a thread that are fetched or in work at a time; 0 where each is loaded as the thread comes to it.
+    leaves_ahead: leaves of the dape tree that a thread which sums them has on their way at a time (backward).
     past_l1: whether kv and score are loaded past the L1 cache, which is left to the position bias (streamed).
     """
 
@@ -61,6 +65,7 @@ class Schedule:
     min_blocks: int
     stages: int = 0
     past_l1: bool = False
+    leaves_ahead: int = 1
 
     @property
     def threads(self) -> int:
@@ -141,13 +146,17 @@ def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows
         if direction == "forward":
             return Schedule("streamed", threads_x, shares, 1, min_blocks, past_l1=True)
         rows_each = 4 if groups >= width and _many_streamed(head_dim, rows) else 2
-        return Schedule("streamed", threads_x, shares, rows_each, min_blocks)
-    if window > SCALAR_WINDOW:
-        return Schedule("registers", 32, 4, 1, 1) if direction == "forward" else Schedule("registers", 8, 32, 1, 1)
+        return Schedule("streamed", threads_x, shares, rows_each, min_blocks, leaves_ahead=2)
     if direction == "backward":
-        if window > SHORT_WINDOW:
-            return Schedule("registers", 16, 16, 2, 1)
-        return Schedule("registers", 32, 16, 2 if window <= SHORTEST_WINDOW else 1, 2)
+        if window > SCALAR_WINDOW:
+            cut = 8, 32, 1, 1
+        elif window > SHORT_WINDOW:
+            cut = 16, 16, 2, 1
+        else:
+            cut = 32, 16, 2 if window <= SHORTEST_WINDOW else 1, 2
+        return Schedule("registers", *cut, leaves_ahead=LEAVES_AHEAD if rows >= MANY_LEAF_ROWS else 1)
+    if window > SCALAR_WINDOW:
+        return Schedule("registers", 32, 4, 1, 1)
     if window > SHORT_WINDOW:
         return Schedule("registers", 32, 8, 1, 1)
     rows_each = next((count for least, count in ROWS_AHEAD.items() if rows * head_dim >= least), 1)
