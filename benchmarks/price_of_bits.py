@@ -1,12 +1,12 @@
 """What do the bits cost? The shipped GPU kernels, and the same ones with the contract taken out step by step.
 
-    python benchmarks/price_of_bits.py    # half a minute, a GPU
+    python benchmarks/price_of_bits.py    # a minute, a GPU
 
 `approximate` has ex2.approx(x * log2(e)) for the power and e * rcp.approx(sum) for the quotient: two instructions and
-one in place of seven and three. `any order` adds to that fused multiply-adds in the pooling sum, gradients whose -0 stays,
-and softmax sums that every thread of a block shares, so that no warp adds serially while the others wait. Their results
-are compared with the shipped ones, to show that they still compute the operator: the last columns are the largest
-differences of out, grad_kv and grad_score, in parts of the largest value.
+one in place of seven and three. `any order` adds to that fused multiply-adds in the pooling sum, gradients whose -0
+stays, and softmax sums that every thread of a block shares, so that no warp adds serially while the others wait. Lines
+marked `apart` have the largest differences of out, grad_kv and grad_score from the shipped ones, in parts of the largest
+value, to show that what is measured still computes the operator.
 
 What `any order` takes above the floor is not the price of the bits: it is what this way to cut the work leaves.
 """
@@ -181,7 +181,8 @@ def measure(pack: Pack, clock: CudaClock, bandwidth: float, device: torch.device
             for direction in ("forward", "backward"):
                 us = clock.kernel_us([each[direction] for each in calls])
                 floor = floor_us(pack.traffic(direction), bandwidth)
-                print(f"{pack.id:<24} {direction:<9} {name:<12} {us:7.1f} us  {us / floor:5.2f} of the floor", flush=True)
+                line = f"{us:7.1f} us  {us / floor:5.2f} of the floor"
+                print(f"{pack.id:<24} {direction:<9} {name:<12} {line}", flush=True)
             first = [buffers[0].out, buffers[0].grad_kv, buffers[0].grad_score]
             shipped = shipped or [tensor.clone() for tensor in first]
             parts = ", ".join(f"{apart(got, wanted):.1e}" for got, wanted in zip(first, shipped, strict=True))
