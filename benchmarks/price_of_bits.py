@@ -5,8 +5,8 @@
 `approximate` has ex2.approx(x * log2(e)) for the power and e * rcp.approx(sum) for the quotient: two instructions and
 one in place of seven and three. `any order` adds to that fused multiply-adds in the pooling sum, gradients whose -0
 stays, and softmax sums that every thread of a block shares, so that no warp adds serially while the others wait. Lines
-marked `apart` have the largest differences of out, grad_kv and grad_score from the shipped ones, in parts of the largest
-value, to show that what is measured still computes the operator.
+marked `apart` have the largest differences of out, grad_kv and grad_score from the shipped ones, in parts of the
+largest value, to show that what is measured still computes the operator.
 
 What `any order` takes above the floor is not the price of the bits: it is what this way to cut the work leaves.
 """
