@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import compiled
-from .checks import INPUTS, check_backward, check_coff, check_contents, check_forward, check_ratio
+from .checks import INPUTS, check_backward, check_coff, check_contents, check_forward, check_memory, check_ratio
 from .config import Exp
 
 
@@ -54,7 +54,9 @@ def compress_forward(
         ratio, coff = check_ratio(ratio), check_coff(coff)
         shape = check_forward(kv, score, ape, cu_seqlens, cu_seqlens_comp, ratio, coff, out)
         _check_exp(exp, kv)
-        check_contents(ratio, shape, dict(zip(INPUTS, tensors, strict=False)), {"out": out})
+        inputs = dict(zip(INPUTS, tensors, strict=False))
+        check_memory(inputs | {"out": out})
+        check_contents(ratio, shape, inputs, {"out": out})
         if shape.total_comp:
             compiled.run("forward", ratio, coff, shape, exp, tensors)
     return out
@@ -101,12 +103,10 @@ def compress_backward(
             kv, score, ape, cu_seqlens, cu_seqlens_comp, grad_out, ratio, coff, grad_kv, grad_score, grad_ape
         )
         _check_exp(exp, kv)
-        check_contents(
-            ratio,
-            shape,
-            dict(zip((*INPUTS, "grad_out"), tensors, strict=False)),
-            {"grad_kv": grad_kv, "grad_score": grad_score, "grad_ape": grad_ape},
-        )
+        inputs = dict(zip((*INPUTS, "grad_out"), tensors, strict=False))
+        outputs = {"grad_kv": grad_kv, "grad_score": grad_score, "grad_ape": grad_ape}
+        check_memory(inputs | outputs)
+        check_contents(ratio, shape, inputs, outputs)
         if shape.total_comp:
             compiled.run("backward", ratio, coff, shape, exp, tensors)
         else:

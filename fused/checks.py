@@ -181,8 +181,6 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
         raise ValueError(f"{name}: got device {tensor.device}, need {device}, where kv is")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: got strides {tensor.stride()}, need contiguous ones")
-    if is_misaligned(tensor):
-        raise ValueError(f"{name}: got address {tensor.data_ptr():#x}, need one aligned to {dtype.itemsize} bytes")
 
 
 def _check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
@@ -193,8 +191,56 @@ def _check_output(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
         )
 
 
+def check_memory(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a tensor with no memory for all of its elements, or where they are not aligned.
+
+    Samples have none, so the checks that they share with the tensors of a call do not ask.
+    """
+    for name, tensor in tensors.items():
+        check_own_memory(name, tensor)
+        if is_misaligned(tensor):
+            raise ValueError(f"{name}: got address {tensor.data_ptr():#x}, need one aligned to {tensor.itemsize} bytes")
+
+
+def check_own_memory(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless all elements of `tensor` lie in memory of its own."""
+    if has_no_address(tensor):
+        raise ValueError(
+            f"{name}: got a {type(tensor).__name__} that wraps others or has no memory of its own, "
+            "need a plain tensor (not a subclass's wrapper, not one inside a transform of torch.func)"
+        )
+    check_storage(name, tensor)
+
+
+def check_storage(name: str, tensor: Tensor) -> None:
+    """Raise ValueError if the storage of `tensor` was freed or cut short, as `untyped_storage().resize_` does."""
+    if not tensor.numel():
+        return
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    try:
+        stored = tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # inside a transform of torch.func
+        return
+    if stored < (last + 1) * tensor.itemsize:
+        raise ValueError(
+            f"{name}: got a storage of {stored} bytes, need {(last + 1) * tensor.itemsize} (freed or resized?)"
+        )
+
+
+def has_no_address(tensor: Tensor) -> bool:
+    """Whether torch has the elements elsewhere, or nowhere, unlike those of a storage that was freed.
+
+    So it is with the wrappers of subclasses and of torch.func's transforms, and with zero tensors; not on meta.
+    """
+    try:
+        tensor.untyped_storage().data_ptr()  # that of the tensor itself may be its offset from nothing
+    except RuntimeError:
+        return True
+    return False
+
+
 def check_tensor(name: str, tensor: object) -> None:
-    """Raise ValueError unless `tensor` is a strided tensor whose values lie in memory that int32 offsets reach."""
+    """Raise ValueError unless `tensor` is a strided tensor with values as they are read, in reach of int32 offsets."""
     check_layout(name, tensor)
     assert isinstance(tensor, Tensor)
     if isinstance(tensor, FakeTensor):
@@ -277,6 +323,13 @@ def check_coff(coff: int) -> int:
     if not is_integer(coff) or coff not in (1, 2):
         raise ValueError(f"coff: got {coff!r}, need 1 or 2")
     return int(coff)
+
+
+def check_switch(name: str, value: bool) -> bool:
+    """`value` as a Python bool. Raises ValueError if it is no bool: a string like 'no' would count as True."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}: got {value!r}, need True or False")
+    return bool(value)
 
 
 def check_rows(total_comp: int | None) -> int | None:

@@ -75,16 +75,20 @@ def rerun(direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors:
     What the key leaves open, dtypes, devices, strides, alignment and the other shapes, the compiled function checks
     itself before it launches; its objections are left to the caller's own checks, which name the argument. So is what
     it does not see: numbers that only equal the key's (True, 4.0), outputs that require grad, tensors with torch's
-    negative bit, all that debug mode asks.
+    negative bit, which it sets on no integers, or without memory, all that debug mode asks. A storage that was cut
+    short is not seen here: to ask for sizes and offsets takes longer than all else.
     """
     if checks.DEBUG or type(ratio) is not int or type(coff) is not int:
         return False
     try:
-        if type(tensors[0]) not in _PLAIN or tensors[-1].requires_grad:
+        kv, score, ape, _, _, rows, *gradients = tensors
+        if type(kv) not in _PLAIN or tensors[-1].requires_grad:
             return False
-        if direction == "backward" and (tensors[6].requires_grad or tensors[7].requires_grad):
+        if gradients and (gradients[0].requires_grad or gradients[1].requires_grad):
             return False
-        if any(map(Tensor.is_neg, tensors)):
+        if kv.is_neg() or score.is_neg() or ape.is_neg() or rows.is_neg() or any(map(Tensor.is_neg, gradients)):
+            return False
+        if 0 in map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, tensors)):  # raises for wrappers
             return False
         plan = _PLANS.get(_plan_key(direction, ratio, coff, exp, tensors))
         if plan is None:

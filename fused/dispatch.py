@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .checks import INT32_MAX, check_rows, is_integer, is_misaligned, require_tensors, workspace_elements
+from .checks import (
+    INT32_MAX,
+    check_rows,
+    check_switch,
+    has_no_address,
+    is_integer,
+    is_misaligned,
+    require_tensors,
+    workspace_elements,
+)
 from .classes import MINIMUM_CAPABILITY
 from .config import LOOP, MAX_RATIO, schedule_of
 from .op import compress_thd, has_tangent
@@ -39,8 +48,9 @@ def maybe_compress_thd_fused(
     """`compress_thd`, or None where the caller has to take its eager path.
 
     None for what the kernels do not cover: a dtype, a layout, a device, a ratio, more elements than int32 offsets
-    reach, in the backward's workspace too if a gradient is needed; forward-mode AD. Each reason is logged once in a
-    process, as a warning. Arguments that contradict each other are no such reason and raise, and
+    reach, in the backward's workspace too if a gradient is needed; forward-mode AD, the other transforms of torch.func,
+    wrapper subclasses such as DTensor. Each reason is logged once in a process, as a warning. Arguments that contradict
+    each other, or whose storage was freed, are no such reason and raise, and
     `torch.use_deterministic_algorithms(True)` is none either: the gradients are the same in every run. Arguments and
     their order are those of the dispatch of this name in Megatron-LM.
 
@@ -48,15 +58,16 @@ def maybe_compress_thd_fused(
         kv, score: (total_tokens, coff * head_dim), or (total_tokens, 1, coff * head_dim) with a batch axis.
         ape, cu_seqlens, cu_seqlens_comp, total_comp, ratio, coff: as in `compress_thd`.
         head_dim: columns of a row; None takes the width of kv over coff.
-        enabled: the caller's own switch; False gives None without a word.
+        enabled: the caller's own switch; False gives None without a word. A bool, Python's or NumPy's.
 
     Returns:
         (total_comp, head_dim), bf16, differentiable, with kv's batch axis if it has one; or None.
 
     Raises:
-        ValueError: naming the argument, what came and what is needed, for sizes that do not fit each other.
+        ValueError: naming the argument, what came and what is needed, for sizes that do not fit each other, or a
+            storage shorter than its tensor.
     """
-    if not enabled:
+    if not check_switch("enabled", enabled):
         return None
     require_tensors(kv=kv, score=score, ape=ape, cu_seqlens=cu_seqlens, cu_seqlens_comp=cu_seqlens_comp)
     total_comp = check_rows(total_comp)
@@ -112,6 +123,8 @@ def _why_not(
             return f"{name} is not contiguous"
         if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):  # the rest takes a tensor with memory
             continue
+        if has_no_address(tensor):
+            return f"{name} wraps other tensors or has no memory of its own"
         if is_misaligned(tensor):
             return f"{name} starts at an address that is no multiple of its element's size"
     if kv.dim() != 2 and (kv.dim() != 3 or kv.shape[1] != 1):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 from torch._subclasses import FakeTensor
 
 from .api import compress_backward, compress_forward
@@ -14,8 +15,10 @@ from .checks import (
     check_coff,
     check_dtype,
     check_layout,
+    check_own_memory,
     check_ratio,
     check_rows,
+    check_storage,
     check_tensor,
     is_integer,
     require_sized,
@@ -135,6 +138,7 @@ def allocating_backward(
     """`compress_backward` into new tensors."""
     for name, tensor in (("kv", kv), ("score", score), ("ape", ape)):  # before as much memory is asked for
         check_tensor(name, tensor)
+        check_own_memory(name, tensor)
     return compress_backward(
         kv,
         score,
@@ -193,6 +197,12 @@ def rows_of(cu_seqlens_comp: Tensor, total_comp: int | None) -> int:
         raise ValueError("cu_seqlens_comp: got device meta, need one to read the number of rows on, or a total_comp")
     if isinstance(cu_seqlens_comp, FakeTensor):
         raise ValueError("cu_seqlens_comp: got a FakeTensor, need values to read the number of rows, or a total_comp")
+    if not torch.compiler.is_compiling():
+        if is_batchedtensor(cu_seqlens_comp):
+            raise ValueError(
+                "cu_seqlens_comp: got one inside torch.func.vmap, need one to read the number of rows, or a total_comp"
+            )
+        check_storage("cu_seqlens_comp", cu_seqlens_comp)
     if cu_seqlens_comp.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("total_comp: got None under CUDA graph capture, which cannot wait; name the rows of out")
     rows = int(cu_seqlens_comp[-1].item())

@@ -5,6 +5,7 @@ On CUDA, what only the values or the addresses show is refused in debug mode, in
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
-from csa_gate.fused import checks
+from csa_gate.fused import checks, compress_thd
 from csa_gate.fused.streams import torch_stream
 from csa_gate.oracles.bits import same_bits
 
@@ -44,6 +46,31 @@ def _misaligned(t: Tensor) -> Tensor:
     return torch.frombuffer(bytearray(t.numel() * t.itemsize + 1), dtype=t.dtype, offset=1).view(t.shape)
 
 
+def freed(t: Tensor) -> Tensor:
+    """`t` without its memory, as FSDP leaves parameters that it has resharded."""
+    t = t.detach().clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def freed_part(t: Tensor) -> Tensor:
+    """The same as part of a larger storage, of which torch gives the offset for an address."""
+    t = torch.stack([t.detach()] * 2)[1]
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def _cut_short(t: Tensor) -> Tensor:
+    """The last element is missing."""
+    t = t.detach().clone()
+    t.untyped_storage().resize_(t.nbytes - t.itemsize)
+    return t
+
+
+def zeros(t: Tensor) -> Tensor:
+    return torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device)
+
+
 def _offsets(*values: int) -> Callable[[Tensor], Tensor]:
     return lambda t: torch.tensor(values, dtype=torch.int32, device=t.device)
 
@@ -52,6 +79,7 @@ def _fake(t: Tensor) -> Tensor:
     return FakeTensorMode().from_tensor(t)
 
 
+_FLOATS = ("kv", "score", "ape")
 _CLASSES = ("forward class", "backward class")  # where meta tensors stand for others, and others have no memory either
 
 NO_TENSORS = [
@@ -120,6 +148,22 @@ LAYOUTS = [
     *(
         Row(name, torch._neg_view, rf"(out|{name}): got a view with torch's negative bit, need its values in memory",
             but=("compress_thd",))
+        for name in (*_FLOATS, "grad_out", "out", *GRADIENTS)
+    ),
+]  # fmt: skip
+MEMORY = [
+    *(
+        Row(name, spoil, rf"{name}: got a storage of 0 bytes, need \d+ \(freed or resized\?\)")
+        for name in (*TENSORS, "grad_out", "out", *GRADIENTS)
+        for spoil in (freed, freed_part)
+    ),
+    *(
+        Row(name, zeros, rf"{name}: got (a Tensor that wraps others or has no memory of its own|strides \(0.*\))")
+        for name in (*TENSORS, "grad_out", "out", *GRADIENTS)
+    ),
+    *(
+        Row(name, lambda t: TwoTensor(t, t), rf"{name}: got a TwoTensor that wraps others or has no memory of its own",
+            but=("compress_thd",))
         for name in (*TENSORS, "grad_out", "out", *GRADIENTS)
     ),
 ]  # fmt: skip
@@ -149,6 +193,15 @@ NUMBERS = [
 NO_STREAMS = (True, False, np.True_, 1.0, np.float32(1), torch.tensor(1), "1")
 CPU_ONLY = [
     *MISALIGNED,
+    # On CUDA a repeated call does not look.
+    *(
+        Row(name, torch._neg_view, rf"{name}: got a view with torch's negative bit", but=("compress_thd",))
+        for name in ("cu_seqlens", "cu_seqlens_comp")
+    ),
+    *(
+        Row(name, _cut_short, rf"{name}: got a storage of \d+ bytes, need \d+ \(freed or resized\?\)")
+        for name in (*TENSORS, "grad_out", "out", *GRADIENTS)
+    ),
     Row("exp", lambda e: "native", r"exp: got 'native' for tensors on cpu, need 'portable' there"),
     *(
         Row(name, lambda s: 0, r"stream: got 0 for tensors on cpu, need None there")
@@ -221,7 +274,7 @@ def is_refused(entry: Any, spoil: Callable[[Arguments], Arguments], text: str, d
 # Two of the layouts are prototypes, which torch says once.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("entry", "row"), _cases(NO_TENSORS, LAYOUTS, NUMBERS))
+@pytest.mark.parametrize(("entry", "row"), _cases(NO_TENSORS, LAYOUTS, MEMORY, NUMBERS))
 def test_refused(entry: Any, row: Row, device: str) -> None:
     is_refused(entry, lambda good: {row.argument: row.spoil(good[row.argument])}, row.text, device)
 
@@ -235,6 +288,53 @@ def test_refused_on_the_cpu(entry: Any, row: Row) -> None:
 @pytest.mark.parametrize(("entry", "row"), _cases(CUDA_ONLY))
 def test_refused_on_cuda(entry: Any, row: Row) -> None:
     is_refused(entry, lambda good: {row.argument: row.spoil(good[row.argument])}, row.text, "cuda")
+
+
+@pytest.mark.parametrize("name", ["kv", "cu_seqlens_comp"])
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.functionalize])
+@pytest.mark.parametrize("entry", [e for e in ENTRIES.values() if e.name != "compress_thd"], ids=lambda e: e.name)
+def test_inside_a_transform(entry: Any, transform: Any, name: str) -> None:
+    """torch.func hands wrappers to what it transforms."""
+
+    def spoil(good: Arguments) -> Arguments:
+        spoilt = good[name][None] if transform is torch.func.vmap else good[name]
+
+        def inside(tensor: Tensor) -> Tensor:
+            call(entry, good | {name: tensor}, "cpu")
+            return tensor
+
+        transform(inside)(spoilt)
+        raise AssertionError("taken")
+
+    is_refused(entry, spoil, rf"{name}: got a Tensor that wraps others or has no memory of its own", "cpu")
+
+
+def test_transforms_of_the_operator() -> None:
+    """`compress_thd` is torch's to transform; only the number of rows cannot be read inside vmap."""
+    good, _ = ENTRIES["compress_thd"].arguments()
+    offsets = good["cu_seqlens_comp"]
+    want = specified().out
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is slow so
+        results = torch.func.vmap(lambda kv: compress_thd(**good | {"kv": kv}))(torch.stack([good["kv"]] * 2))
+    assert all(same_bits(result, want) for result in results)
+    for rows in (3, None):
+        given = good | {"total_comp": rows}
+        alike = torch.func.functionalize(lambda c, given=given: compress_thd(**given | {"cu_seqlens_comp": c}))
+        assert same_bits(alike(offsets), want[: rows or 2])
+    with pytest.raises(ValueError, match=r"^cu_seqlens_comp: got one inside torch\.func\.vmap, need one to read"):
+        torch.func.vmap(lambda c: compress_thd(**good | {"cu_seqlens_comp": c, "total_comp": None}))(offsets[None])
+
+
+@pytest.mark.parametrize("entry", ["compress_thd", "forward wrapper"])
+@pytest.mark.parametrize("spoil", [freed, _cut_short])
+def test_rows_are_not_read_from_no_memory(entry: str, spoil: Any) -> None:
+    """Without a total_comp the last offset is read first."""
+
+    def bad(good: Arguments) -> Arguments:
+        return {"cu_seqlens_comp": spoil(good["cu_seqlens_comp"]), "total_comp": None}
+
+    is_refused(ENTRIES[entry], bad, r"cu_seqlens_comp: got a storage of \d bytes, need 12 \(freed", "cpu")
 
 
 @pytest.mark.parametrize("bad", NO_STREAMS, ids=repr)

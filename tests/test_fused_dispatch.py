@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 
 from csa_gate.fused import compiled, compress_thd, dispatch, maybe_compress_thd_fused
 from csa_gate.fused.config import LOOP, schedule_of
@@ -73,6 +74,12 @@ def test_deterministic_algorithms() -> None:
     assert out is not None and same(out, maybe_compress_thd_fused(**arguments()))
 
 
+def _freed(t: Tensor) -> Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
 def _misaligned(t: Tensor) -> Tensor:
     return torch.frombuffer(bytearray(t.numel() * t.itemsize + 1), dtype=t.dtype, offset=1).view(t.shape)
 
@@ -97,6 +104,13 @@ DECLINED: list[tuple[str, Any, str]] = [
     *(("coff", lambda c, v=v: v, f"coff is {v!r}, not 1 or 2") for v in (3, True, 2.0, "2", None, [2])),
     ("total_comp", lambda n: 2**70, r"kv or out has more than 2147483647 elements, which int32 offsets do not reach"),
     ("total_comp", lambda n: 2**28, r"kv or out has more than 2147483647 elements, which int32 offsets do not reach"),
+]
+
+
+WRAPPED = "wraps other tensors or has no memory of its own"
+DECLINED += [
+    ("kv", lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype), f"kv {WRAPPED}"),
+    *((n, lambda t: TwoTensor(t, t), f"{n} {WRAPPED}") for n in NAMES),
 ]
 
 
@@ -205,8 +219,23 @@ def test_switch(value: str, engaged: bool, monkeypatch: pytest.MonkeyPatch, capl
 
 def test_callers_switch(caplog: pytest.LogCaptureFixture) -> None:
     """`enabled=False` is the caller's own business, and not logged."""
-    assert maybe_compress_thd_fused(**arguments(), enabled=False) is None
+    for off, on in ((False, True), (np.False_, np.True_)):
+        assert maybe_compress_thd_fused(**arguments(), enabled=off) is None
+        assert maybe_compress_thd_fused(**arguments(), enabled=on) is not None
     assert not caplog.records
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad, torch.func.functionalize])
+def test_transforms_decline(transform: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Inside the transforms of torch.func the eager path does better: it has all of their rules."""
+    given = arguments()
+
+    def inside(kv: Tensor) -> Tensor:
+        assert maybe_compress_thd_fused(**given | {"kv": kv}) is None
+        return kv.sum()
+
+    transform(inside)(given["kv"][None] if transform is torch.func.vmap else given["kv"])
+    assert [r.getMessage() for r in caplog.records] == [f"The fused compressor is not used: kv {WRAPPED}."]
 
 
 @pytest.mark.parametrize(
@@ -224,13 +253,15 @@ def test_callers_switch(caplog: pytest.LogCaptureFixture) -> None:
         ("kv", lambda t: t[:, :15].clone(), r"head_dim: got 8, need 7.5: kv has 15 columns"),
         ("cu_seqlens", lambda t: t + 1, r"cu_seqlens\[0\]: got 1, need 0"),
         ("cu_seqlens", lambda t: t[:0], r"cu_seqlens: got 0 offsets"),
+        *((n, _freed, rf"{n}: got a storage of 0 bytes, need \d+") for n in NAMES),
+        *(("enabled", lambda e, v=v: v, r"enabled: got .+, need True or False") for v in ("no", "0", 0, 1, None, [])),
     ],
 )
 def test_contradictions_raise(name: str, spoil: Any, text: str) -> None:
     """Sizes that do not fit each other are a mistake, on which no eager path would do better."""
     given = arguments()
     with pytest.raises(ValueError, match=text):
-        maybe_compress_thd_fused(**given | {name: spoil(given[name])})
+        maybe_compress_thd_fused(**given | {name: spoil(given.get(name))})
 
 
 @pytest.mark.parametrize("name", ["kv", "score"])

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from csa_gate.fused import checks, compiled, compress_backward, compress_forward
 from csa_gate.oracles import Problem
 from csa_gate.oracles.bits import bit_pattern, same_bits
 
 from .entry_points import DEVICES, ENTRIES, GRADIENTS, PROBLEM, TENSORS, Arguments, call, specified, tensors_in
-from .test_bad_input import is_refused
+from .test_bad_input import freed, freed_part, is_refused, zeros
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ROWS = (PROBLEM.total_comp, PROBLEM.head_dim)
@@ -171,6 +172,17 @@ def test_a_plan_is_repeated(repeated: tuple[Arguments, list[str]]) -> None:
         *(
             ({name: torch._neg_view(tensor)}, f"{name}: got a view with torch's negative bit")
             for name, tensor in tensors_in(ENTRIES["forward"].arguments()[0])
+            if tensor.is_floating_point()  # torch itself makes no other
+        ),
+        *(
+            ({name: spoil(tensor)}, rf"{name}: got {text}")
+            for name, tensor in tensors_in(ENTRIES["forward"].arguments()[0])
+            for spoil, text in (
+                (freed, r"a storage of 0 bytes, need \d+ \(freed or resized\?\)"),
+                (freed_part, r"a storage of 0 bytes, need \d+ \(freed or resized\?\)"),
+                (zeros, "a Tensor that wraps others or has no memory of its own"),
+                (lambda t: TwoTensor(t, t), "a TwoTensor that wraps others or has no memory of its own"),
+            )
         ),
     ],
     ids=lambda part: part if isinstance(part, str) else next(iter(part)),
