@@ -67,7 +67,7 @@ def eager(inputs: Inputs, *, numerics: str | Numerics = "fp32", output_dtype: to
         raise ValueError(f"numerics: got {numerics!r}, need a Numerics or one of {', '.join(NUMERICS)}")
     one_of("output_dtype", output_dtype, (torch.bfloat16, torch.float32))
     problem = inputs.problem
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         # fp32 leaves: their gradients are rounded once, below.
         leaves = [t.detach().float().clone().requires_grad_() for t in (inputs.kv, inputs.score, inputs.ape)]
         frozen = [t.detach() for t in leaves]
@@ -76,7 +76,7 @@ def eager(inputs: Inputs, *, numerics: str | Numerics = "fp32", output_dtype: to
         values, logits = (torch.cat(parts) for parts in zip(real, padding, strict=True))
         weights = _round(torch.softmax(logits, dim=1), numerics.weight_dtype)
         out = (values.to(numerics.product_dtype) * weights.to(numerics.product_dtype)).sum(dim=1)
-    grad_kv, grad_score, grad_ape = torch.autograd.grad(out, leaves, inputs.grad_out.to(out.dtype))
+        grad_kv, grad_score, grad_ape = torch.autograd.grad(out, leaves, inputs.grad_out.to(out.dtype))
     return Result(out.detach().to(output_dtype), grad_kv.to(output_dtype), grad_score.to(output_dtype), grad_ape)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import require
+from .checks import require, require_memory, require_tensor
 from .problem import Problem
 
 _DTYPES = {
@@ -23,7 +23,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one problem, all on one device; any strides will do.
+    """The tensors of one problem, all on one device and with memory; any strides will do.
 
     Args:
         problem: the geometry that the tensors must fit.
@@ -61,17 +61,14 @@ class Inputs:
         }
         for name, shape in shapes.items():
             tensor = getattr(self, name)
-            if not isinstance(tensor, Tensor):
-                raise ValueError(f"{name}: got {type(tensor).__name__}, need a torch.Tensor")
+            require_tensor(name, tensor)
             if tensor.dtype != _DTYPES[name]:
                 raise ValueError(f"{name}: got dtype {tensor.dtype}, need {_DTYPES[name]}")
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, need {shape} for {p}")
             if tensor.device != self.kv.device:
                 raise ValueError(f"{name}: got device {tensor.device}, need {self.kv.device}, where kv is")
-            if tensor.is_meta or tensor.layout != torch.strided:
-                came = "device meta" if tensor.is_meta else f"layout {tensor.layout}"
-                raise ValueError(f"{name}: got {came}, need a strided tensor with memory")
+            require_memory(name, tensor)
         for name in ("cu_seqlens", "cu_seqlens_comp"):
             got, need = getattr(self, name).tolist(), getattr(p, name).tolist()
             if got != need:

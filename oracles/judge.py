@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .bits import bit_pattern, classes, differs, same_bits
-from .checks import one_of, require, some_of
+from .checks import one_of, require, require_memory, require_tensor, some_of
 from .contract import CLAUSES, Contract
 from .diagnose import Difference, diagnose
 from .inputs import Inputs, Result
@@ -342,10 +342,9 @@ def _check_result(argument: str, inputs: Inputs, result: Result) -> None:
 
 
 def _check_tensor(
-    argument: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    argument: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{argument}: got {type(tensor).__name__}, need a torch.Tensor")
+    require_tensor(argument, tensor)
     for what, came, need in (
         ("shape", tuple(tensor.shape), tuple(shape)),
         ("dtype", tensor.dtype, dtype),
@@ -353,6 +352,7 @@ def _check_tensor(
     ):
         if came != need:
             raise ValueError(f"{argument}: got {what} {came}, need {need}")
+    require_memory(argument, tensor)
 
 
 def _verdict(

@@ -66,7 +66,8 @@ class Problem:
     token_capacity: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.lens, str) or not isinstance(self.lens, Sequence):
+        # Bytes are a sequence of integers to Python, and text to whoever passes them.
+        if isinstance(self.lens, str | bytes | bytearray | memoryview) or not isinstance(self.lens, Sequence):
             raise ValueError(f"lens: got {self.lens!r}, need a sequence of segment lengths")
         object.__setattr__(self, "lens", tuple(integer(f"lens[{i}]", v, 0) for i, v in enumerate(self.lens)))
         for name, least in (("ratio", 1), ("coff", 1), ("head_dim", 1)):

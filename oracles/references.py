@@ -67,21 +67,25 @@ def reference(inputs: Inputs, name: str) -> Result:
     """What the oracle `name` (a key of `ORACLES`) makes of `inputs`; computed once for each Inputs object.
 
     The cache goes by the identity of the object and by the version counters of its tensors, so data written into
-    the same tensors in place gets references of its own; it keeps no Inputs alive.
+    the same tensors in place gets references of its own; it keeps no Inputs alive. Tensors made in torch's inference
+    mode have no such counter, and their references are computed anew each time.
     """
-    results = _entry(inputs).results
+    results = _results(inputs)
     if name not in results:
         results[name] = ORACLES[name](inputs)
     return results[name]
 
 
-def _entry(inputs: Inputs) -> _Entry:
+def _results(inputs: Inputs) -> dict[str, Result]:
     key = id(inputs)
-    versions = tuple(v._version for f in fields(inputs) if isinstance(v := getattr(inputs, f.name), Tensor))
+    tensors = [v for f in fields(inputs) if isinstance(v := getattr(inputs, f.name), Tensor)]
+    if any(t.is_inference() for t in tensors):
+        return {}
+    versions = tuple(t._version for t in tensors)
     entry = _CACHE.get(key)
     if entry is None or entry.inputs() is not inputs or entry.versions != versions:
         entry = _CACHE[key] = _Entry(weakref.ref(inputs, lambda _: _CACHE.pop(key, None)), versions)
     _CACHE.move_to_end(key)
     while len(_CACHE) > _KEPT:
         _CACHE.popitem(last=False)
-    return entry
+    return entry.results

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from csa_gate.oracles import (
+    NUMERICS,
     Contract,
     Inputs,
     Problem,
@@ -83,6 +86,25 @@ def test_judge_without_inputs(bad: Any) -> None:
     refuses(r"inputs: got \w+, need csa_gate\.oracles\.Inputs", compare, "deterministic", bad, RESULT, RESULT)
 
 
+def without_memory(good: torch.Tensor) -> list[tuple[torch.Tensor, str]]:
+    """Tensors that are like this one but for what lies behind them, and what is said of each."""
+    freed, part, short = good.clone(), torch.stack([good] * 2)[1], good.clone()
+    for tensor in (freed, part):
+        tensor.untyped_storage().resize_(0)
+    short.untyped_storage().resize_(good.nbytes - 1)
+    fake = FakeTensorMode().from_tensor(good)
+    return [
+        (freed, rf"got a storage of 0 bytes for {good.nbytes}, need a strided tensor with memory"),
+        (part, rf"got a storage of 0 bytes for {2 * good.nbytes}, need a strided tensor with memory"),
+        (short, rf"got a storage of {good.nbytes - 1} bytes for {good.nbytes}, need a strided tensor with memory"),
+        (fake, "got a FakeTensor, need a strided tensor with memory"),
+        (torch._efficientzerotensor(good.shape, dtype=good.dtype), "got a Tensor that wraps others or has no memory"),
+        (TwoTensor(good, good), "got a TwoTensor that wraps others or has no memory of its own, need a strided"),
+        (torch.nested.nested_tensor([good]), "got a nested tensor, need a strided tensor with memory"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("output", [field.name for field in fields(Result)])
 def test_results_that_do_not_fit(output: str) -> None:
     good = getattr(RESULT, output)
@@ -95,6 +117,7 @@ def test_results_that_do_not_fit(output: str) -> None:
         (good[None], rf"got shape .+, need \({good.shape[0]}, {good.shape[1]}\)"),
         (good.double(), f"got dtype torch.float64, need {dtype}"),
         (good.to("meta"), "got device meta, need cpu"),
+        *without_memory(good),
     ):
         spoiled = replace(RESULT, **{output: bad})
         refuses(f"result.{output}: {text}", judge, CONTRACT, INPUTS, spoiled)
@@ -155,7 +178,11 @@ def test_numbers_of_a_problem(name: str, bad: Any) -> None:
         refuses(rf"{name}: got .+, need an integer >= [01]", Problem, **good | {name: bad})
 
 
-@pytest.mark.parametrize("bad", [None, 4, "55", {5, 2}, np.array([5, 2]), torch.tensor([5, 2])], ids=repr)
+@pytest.mark.parametrize(
+    "bad",
+    [None, 4, "55", b"52", bytearray(b"52"), memoryview(b"52"), {5, 2}, np.array([5, 2]), torch.tensor([5, 2])],
+    ids=lambda bad: type(bad).__name__,
+)
 def test_lengths_of_a_problem(bad: Any) -> None:
     refuses(r"lens: got .+, need a sequence of segment lengths", Problem, bad, 2, 2, 3)
     refuses(r"lens\[1\]: got .+, need an integer >= 0", Problem, (5, -1), 2, 2, 3)
@@ -176,6 +203,7 @@ def test_numbers_of_numpy() -> None:
 TENSORS = [field.name for field in fields(Inputs) if isinstance(getattr(INPUTS, field.name), torch.Tensor)]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_without_values(name: str) -> None:
     """On meta, one of them or all; sparse; of another dtype, rank or type."""
@@ -186,12 +214,59 @@ def test_tensors_without_values(name: str) -> None:
         (good[None], r"got shape \(1, .+\), need \("),
         (good.double(), "got dtype torch.float64, need torch."),
         (good.to_sparse(), "got layout torch.sparse_coo, need a strided tensor with memory"),
+        *without_memory(good),
     ):
         refuses(f"{name}: {text}", replace, INPUTS, **{name: bad})
     where = "kv: got device meta, need a strided" if name == "kv" else f"{name}: got device meta, need cpu, where kv is"
     refuses(where, replace, INPUTS, **{name: good.to("meta")})
     on_meta = {n: getattr(INPUTS, n).to("meta") for n in TENSORS}
     refuses("kv: got device meta, need a strided tensor with memory", replace, INPUTS, **on_meta)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad, torch.func.functionalize])
+def test_inside_a_transform(transform: Any) -> None:
+    """torch.func hands wrappers to what it transforms."""
+
+    def inside(kv: torch.Tensor) -> torch.Tensor:
+        refuses("kv: got a Tensor that wraps others or has no memory of its own", replace, INPUTS, kv=kv)
+        return kv.sum()
+
+    transform(inside)(INPUTS.kv[None] if transform is torch.func.vmap else INPUTS.kv)
+
+
+@pytest.mark.parametrize("oracle", ORACLES, ids=lambda oracle: oracle.__name__)
+def test_inference_mode(oracle: Callable[..., Result]) -> None:
+    """In torch's inference mode, on tensors made there and outside of it, and on those outside: the same values."""
+    want = oracle(INPUTS)
+    with torch.inference_mode():
+        inputs = make_inputs(PROBLEM)
+        results = [oracle(inputs), oracle(INPUTS)]
+    for result in (*results, oracle(inputs)):
+        for name, tensor in result.items():
+            assert not tensor.requires_grad, name
+            assert torch.equal(*(t.view(torch.uint8) for t in (tensor, getattr(want, name)))), name
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+def test_eager_in_inference_mode(numerics: str) -> None:
+    """Whatever tensors are used as they came, such as a bf16 gradient of bf16 products."""
+    want = eager(INPUTS, numerics=numerics)
+    with torch.inference_mode():
+        inputs = make_inputs(PROBLEM)
+        got = eager(inputs, numerics=numerics)
+    assert all(same_bits(tensor, getattr(want, name)) for name, tensor in got.items())
+
+
+def test_judge_in_inference_mode() -> None:
+    """Tensors made there are judged by what they hold, also after they were written."""
+    contract = Contract(forward_bits="portable", gradient_bits="eager", dape_accuracy=True, error_bound=True)
+    with torch.inference_mode():
+        inputs = make_inputs(PROBLEM)
+        result = ordered(inputs, exp="portable")
+        assert judge(contract, inputs, result)
+        inputs.kv.neg_()
+        assert not judge(contract, inputs, result)
+        assert judge(contract, inputs, ordered(inputs, exp="portable"))
 
 
 @pytest.mark.parametrize("oracle", ORACLES, ids=lambda oracle: oracle.__name__)
