@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from csa_gate._another_process import in_other_processes
 from csa_gate.fixtures.callers import CALLERS
+from csa_gate.fixtures.canary import Snapshot
 from csa_gate.fixtures.cases import CALLED, DETERMINISM, THREADS, Case
 from csa_gate.fixtures.marks import L1, clause
-from csa_gate.fixtures.replay import launch
+from csa_gate.fixtures.replay import launch, launch_together
 from csa_gate.fixtures.run import Buffers
 from csa_gate.oracles import Result
 
 from .base import Gate, GateSuite, each
 
 _PAIRS = {"cpu": 8, "cuda": 1000}  # races between launches, of which a CPU has none, are rare events
+_TOGETHER = {"cpu": 200, "cuda": 100}  # calls of each of four threads
+_PROCESSES = 3
 _BOTH = [pytest.param(name, marks=clause(name)) for name in ("deterministic", "dape_deterministic")]
 
 
@@ -57,6 +63,32 @@ class DeterminismSuite(GateSuite):
         inputs = gate.inputs(case)
         got = gate.run(inputs, called=CALLERS[caller])
         gate.same(name, inputs, gate.run(inputs), got, f"called {caller} against a plain call")
+
+    @pytest.mark.parametrize("name", _BOTH)
+    @pytest.mark.parametrize("case", each(c for c in DETERMINISM if c.id in CALLED))
+    def test_together(self, gate: Gate, case: Case, name: str) -> None:
+        """Calls from several threads at once, two by two with the same inputs: none sees what another has in hand."""
+        several = [gate.inputs(case), gate.inputs(replace(case, seed=case.seed + 1))]
+        wants, kept = [gate.run(inputs) for inputs in several], [Snapshot(inputs) for inputs in several]
+        done = launch_together(gate.kernel, [*several, *several], _TOGETHER[gate.device.type])
+        for number, results in enumerate(done):
+            inputs, want = several[number % 2], wants[number % 2]
+            for got in results:
+                gate.same(name, inputs, want, got, f"in one of {len(done)} threads against a call alone")
+        for snapshot in kept:
+            snapshot.check()
+
+    @L1
+    @pytest.mark.parametrize("name", _BOTH)
+    @pytest.mark.parametrize("case", [pytest.param(c, id=c.id) for c in DETERMINISM if c.id == CALLED[0]])
+    def test_another_process(self, gate: Gate, case: Case, name: str) -> None:
+        """What a kernel chooses once a process, by timing say, changes no bit."""
+        if not gate.loadable:
+            pytest.skip(f"{gate.kernel.name} is made by a fixture, which another process does not have")
+        inputs = gate.inputs(case)
+        want = gate.run(inputs)
+        for number, got in enumerate(in_other_processes(gate.loadable, case.id, gate.device, _PROCESSES), start=1):
+            gate.same(name, inputs, want, got, f"in another process, the {number}. of {_PROCESSES}, against this one")
 
     @L1
     @pytest.mark.parametrize("name", _BOTH)

@@ -15,13 +15,14 @@ from csa_gate.oracles import Inputs, Result
 from .base import Gate, GateSuite, each
 
 _READ, _WRITTEN = ("kv", "score", "ape", "grad_out"), ("out", "grad_kv", "grad_score", "grad_ape")
+_OFFSETS = ("cu_seqlens", "cu_seqlens_comp")
 _SHIFTS: dict[str, dict[str, int]] = {
-    "inputs": dict.fromkeys((*_READ, "cu_seqlens", "cu_seqlens_comp"), 1),
+    "inputs": dict.fromkeys((*_READ, *_OFFSETS), 1),
     "outputs": dict.fromkeys(_WRITTEN, 1),
 }
 _SHIFTS["both"] = _SHIFTS["inputs"] | _SHIFTS["outputs"]
-_FINER = {name: {name: 1} for name in (*_READ, *_WRITTEN)}
-_FINER |= {f"all-by-{count}": dict.fromkeys((*_READ, *_WRITTEN), count) for count in (2, 4)}
+_FINER = {name: {name: 1} for name in (*_READ, *_OFFSETS, *_WRITTEN)}
+_FINER |= {f"all-by-{count}": dict.fromkeys((*_READ, *_OFFSETS, *_WRITTEN), count) for count in (2, 4, 8, 16, 32)}
 _SHIFTED = [case for case in MEMORY if case.id in OFFSETS]
 
 
