@@ -14,6 +14,8 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream
 from torch import Tensor
 
+from csa_gate._stops import held_back
+
 from . import checks, cpu, gpu
 from .checks import INT32_MAX, Shape, workspace_elements
 from .config import (
@@ -28,7 +30,6 @@ from .config import (
     schedule_of,
     widest_on_gpu,
 )
-from .interrupts import held_back
 
 _LOCK = threading.Lock()  # the DSL compiles one function at a time
 _FUNCTIONS: dict[tuple[Direction, Config, int | None], Callable[..., None]] = {}

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from csa_gate._stops import leave_sigterm, take_sigterm
+
 from .test_plugin import BARE, KERNELS, MINE, SUITE
 
 WAIT = 240  # seconds for what takes a few: a machine may be busy
@@ -44,10 +46,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, here: str, *args: str, deaf: bool = False) -> subprocess.Popen[str]:
+def start(
+    folder: Path, here: str, *args: str, deaf: bool = False, named: tuple[str, ...] = (MINE,)
+) -> subprocess.Popen[str]:
     """A session whose test of `memory` runs `here`; `deaf` to SIGINT, as what runs in a shell's background."""
     (folder / "test_gate.py").write_text(SLOW.replace("HERE", here))
-    command = [sys.executable, "-m", "pytest", *BARE, MINE, *args]
+    command = [sys.executable, "-m", "pytest", *BARE, *named, *args]
     hears = ignore if deaf else listen
     return subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=hears
@@ -113,6 +117,123 @@ def test_ctrl_c_before_the_first_test(folder: Path) -> None:
     assert STOPPED in lines
 
 
+# Where a session may be before a test is collected, and what of it waits there.
+MEET = "Path('met').write_text(str(os.getpid()))\n    time.sleep(600)\n"
+EARLY = {
+    "configured": ([], f"def pytest_configure():\n    {MEET}"),
+    "started": ([], f"def pytest_sessionstart():\n    {MEET}"),
+    "collecting": ([], f"def pytest_collection():\n    {MEET}"),
+    "bringing-up-nodes": (["-n2"], f"def pytest_configure_node():\n    {MEET}"),
+    "workers-collecting": (
+        ["-n1"],
+        f"def pytest_collection(session):\n    if not hasattr(session.config, 'workerinput'): return\n    {MEET}",
+    ),
+}
+NAMED = [
+    *((where, (MINE,)) for where in EARLY),
+    ("started", ("--csa-device=cpu",)),
+    ("bringing-up-nodes", ("--pyargs", "csa_gate.suites")),
+    ("collecting", ("--pyargs", "csa_gate.suites")),
+]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(("where", "named"), NAMED, ids=lambda part: part if isinstance(part, str) else part[-1])
+def test_stopped_before_collection(folder: Path, where: str, number: signal.Signals, named: tuple[str, ...]) -> None:
+    """From its first hook on, a session whose command line names a gate says what did not run, once."""
+    options, conftest = EARLY[where]
+    (folder / "conftest.py").write_text(f"import os, time\nfrom pathlib import Path\n{conftest}")
+    session = start(folder, "pass", *options, named=named)
+    waiting = meet(folder)
+    session.send_signal(number)
+    status, lines = end(session)
+    assert status == pytest.ExitCode.INTERRUPTED
+    assert lines.count("not run: all tests; the run stopped before they were collected") == 1
+    assert lines.count(STOPPED) == 1
+    is_gone(waiting)
+
+
+def is_gone(process: int) -> None:
+    """Wait for a process to end."""
+    deadline = time.monotonic() + WAIT
+    while (Path("/proc") / str(process)).exists():
+        assert time.monotonic() < deadline, "left behind"
+        time.sleep(0.05)
+
+
+def test_exit_before_collection(folder: Path) -> None:
+    """A conftest that ends the session as it starts, as if all were well: nothing was gated."""
+    (folder / "conftest.py").write_text(
+        "import pytest\ndef pytest_sessionstart(): pytest.exit('done', returncode=0)\n"
+    )
+    status, lines = end(start(folder, "pass"))
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "not run: all tests; the run stopped before they were collected" in lines
+    assert STOPPED in lines
+
+
+@pytest.mark.parametrize("where", ["configured", "started", "bringing-up-nodes"])
+def test_other_sessions_die_of_sigterm(folder: Path, where: str) -> None:
+    """Where nothing names a gate, what SIGTERM does is left as it was."""
+    options, conftest = EARLY[where]
+    (folder / "conftest.py").write_text(f"import os, time\nfrom pathlib import Path\n{conftest}")
+    session = start(folder, "pass", *options, named=())
+    meet(folder)
+    session.send_signal(signal.SIGTERM)
+    status, lines = end(session)
+    assert status == -signal.SIGTERM
+    assert not [line for line in lines if "gate:" in line or "not run" in line]
+
+
+def test_imports_are_not_broken_off(folder: Path) -> None:
+    """A stop that comes while torch is imported waits for the import, which could swallow it."""
+    (folder / "conftest.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'numpy.exceptions':\n"
+        "            sys.meta_path.remove(self)\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "            print('it came', file=sys.__stderr__, flush=True)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    for named in ((MINE,), ("--pyargs", "csa_gate.suites")):
+        status, lines = end(start(folder, "pass", "-s", named=named))
+        assert "it came" in lines
+        assert status == pytest.ExitCode.INTERRUPTED
+        assert lines.count(STOPPED) == 1
+
+
+def test_worker_lost_while_it_starts(folder: Path) -> None:
+    """It is replaced, and every test runs: that is a gate like any other."""
+    (folder / "conftest.py").write_text(
+        "import os, signal\nfrom pathlib import Path\n"
+        "def pytest_sessionstart(session):\n"
+        "    if hasattr(session.config, 'workerinput') and not Path('met').exists():\n"
+        "        Path('met').write_text('')\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    status, lines = end(start(folder, "pass", "-n1"))
+    assert (folder / "met").exists()
+    assert status == pytest.ExitCode.OK
+    assert [line for line in lines if line.startswith("gate passed")]
+
+
+def test_sessions_inside_another_leave_its_handler() -> None:
+    """One that did not take SIGTERM does not give it back."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert take_sigterm() and not take_sigterm()
+        handler = signal.getsignal(signal.SIGTERM)
+        assert handler is not signal.SIG_DFL
+        pytest.main(["--version", "-p", "no:cacheprovider", MINE])
+        assert signal.getsignal(signal.SIGTERM) is handler
+        leave_sigterm()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_worker_killed(folder: Path) -> None:
     """SIGKILL takes one test and its worker; the others run in another worker, and the gate has failed."""
     session = start(folder, "time.sleep(600)", "-n1")
@@ -165,7 +286,7 @@ def test_other_sessions_are_left_alone(folder: Path) -> None:
 
 COMPILING = """
 import os, signal, sys, threading, time
-from csa_gate.fused.interrupts import held_back
+from csa_gate._stops import held_back
 
 came = []
 signal.signal(signal.SIGINT, lambda *_: came.append(time.monotonic()))
@@ -235,5 +356,5 @@ except KeyboardInterrupt as error:
 def test_ctrl_c_inside_the_compiler() -> None:
     """An interrupt while the DSL builds code is raised after that: no frame of the DSL's is in its traceback."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=WAIT)
-    frames = ["<string>", "contextlib.py", "contextlib.py", "interrupts.py"]
+    frames = ["<string>", "contextlib.py", "contextlib.py", "_stops.py"]
     assert (done.returncode, done.stdout) == (0, f"None {frames}\n"), done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -16,7 +17,7 @@ import pytest
 from . import __version__
 from ._devices import share_devices
 from ._items import describe, enrol, gate_items, subject_of, uses_common_kernel
-from ._stops import leave_sigterm, take_sigterm
+from ._stops import held_back, leave_sigterm, take_sigterm
 from ._summary import CLAUSE, DEVICE, KERNEL, MACHINE, Subject, Tally
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Gate:
         self.faults: list[str] = []
         self.stopped = False
         self.collected = self.takes_part = False
+        self.session: pytest.Session | None = None
+        self.interrupted = self.finished = self._took_sigterm = False
         self.selected: set[str] = set()
         self.ended: set[str] = set()
         self.lost: list[str] = []
@@ -43,6 +46,9 @@ class Gate:
         given = [str(arg).partition("=")[0] for arg in config.invocation_params.args]
         self.kernel_given, self.device_given = "--csa-kernel" in given, "--csa-device" in given
         self.is_worker = hasattr(config, "workerinput")
+        self.named = self.kernel_given or self.device_given or any(map(_names_suites, config.args))
+        if self.named:
+            self._watch_stops()
 
     @cached_property
     def kernel(self) -> Kernel:
@@ -73,18 +79,27 @@ class Gate:
         pytest.skip(f"{why}, see {first}")
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionstart(self) -> None:
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
         """End the run before anything is collected if the command line names what cannot be had."""
+        self.session = session
         if self.is_worker or not (self.kernel_given or self.device_given):
             return
-        from csa_gate.fixtures.kernels import KernelError, require_device
+        with held_back():
+            from csa_gate.fixtures.kernels import KernelError, require_device
 
-        try:
-            require_device(self.config.getoption("csa_device"))
-            if self.kernel_given:
-                _ = self.subject
-        except KernelError as error:
-            raise pytest.UsageError(str(error)) from error
+            try:
+                require_device(self.config.getoption("csa_device"))
+                if self.kernel_given:
+                    _ = self.subject
+            except KernelError as error:
+                raise pytest.UsageError(str(error)) from error
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        """Import what our suites stand on where an interrupt waits for it; but where xdist has workers, in those."""
+        if self.named and not self.config.pluginmanager.has_plugin("dsession"):
+            with held_back():
+                importlib.import_module("csa_gate.suites")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, Any, Any]:
@@ -134,11 +149,31 @@ class Gate:
     def _watch_stops(self) -> None:
         """Let a time limit's SIGTERM end the run as Ctrl-C does, with a summary; a worker dies of it."""
         if not self.is_worker:
-            take_sigterm()
+            self._took_sigterm |= take_sigterm()
 
+    def pytest_keyboard_interrupt(self) -> None:
+        """Note it: where the session has not begun, no other hook tells."""
+        self.interrupted = True
+
+    @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Leave the process as it was."""
-        leave_sigterm()
+        """Close a report that pytest leaves open, one of a session that was stopped before it had begun."""
+        if self._took_sigterm:
+            leave_sigterm()
+        status = self.session.exitstatus if self.session else pytest.ExitCode.INTERRUPTED
+        begun = self.interrupted or (self.session is not None and status != pytest.ExitCode.USAGE_ERROR)
+        if not begun or self.finished or not self.named or self._runs_nothing():
+            return
+        self.stopped = True
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        self._report(reporter or pytest.TerminalReporter(self.config), status)
+        if self.session and status == pytest.ExitCode.OK:
+            self.session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _runs_nothing(self) -> bool:
+        """Whether no test is to run in this process."""
+        option = self.config.getoption
+        return self.is_worker or option("collectonly") or option("setuponly", False) or option("setupplan", False)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -150,20 +185,19 @@ class Gate:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Turn success into failure if the gate proved nothing, or did not run to its end."""
-        option = self.config.getoption
-        if self.is_worker or option("collectonly") or option("setuponly", False) or option("setupplan", False):
+        self.finished = True
+        if self._runs_nothing():
             return
         finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         self.stopped = not finished or bool(session.shouldstop or session.shouldfail or self.selected - self.ended)
-        named = self.kernel_given or self.device_given
         self.takes_part = bool(self.tally) or (
             self.stopped
-            and (named or self.collected)
+            and (self.named or self.collected)
             and exitstatus not in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
         )
         if self.tally and not self.stopped:
             self.faults = self.tally.faults(whole=not narrowed_by(self.config))
-        elif exitstatus == pytest.ExitCode.OK and named and not self.takes_part:
+        elif exitstatus == pytest.ExitCode.OK and (self.kernel_given or self.device_given) and not self.takes_part:
             self.faults = ["the command line names a kernel or a device, but no gate test took part"]
         if self.takes_part and self.lost:
             self.faults.append(f"{len(self.lost)} tests took their worker process with them: {', '.join(self.lost)}")
@@ -176,8 +210,11 @@ class Gate:
     ) -> Generator[None, Any, Any]:
         """Close the session's report with the gate's."""
         result = yield
-        if not self.takes_part and not self.faults:
-            return result
+        if self.takes_part or self.faults:
+            self._report(terminalreporter, exitstatus)
+        return result
+
+    def _report(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
         terminalreporter.section("csa-gate")
         if self.tally:
             header = self._header(self.tally.kernels, self.tally.machines)
@@ -190,7 +227,6 @@ class Gate:
         if not self.faults:
             passed = exitstatus == pytest.ExitCode.OK
             terminalreporter.line(self._verdict(passed), green=passed, red=not passed)
-        return result
 
     def _not_run(self) -> list[str]:
         """What a run that was stopped left undone."""
@@ -232,7 +268,8 @@ class Gate:
     def _or_end(self, items: list[pytest.Item], step: Callable[[list[pytest.Item]], None]) -> None:
         """Take a step; where it fails, end the run. A worker cannot, so it hands over no tests and leaves a line."""
         try:
-            step(items)
+            with held_back():  # a kernel is imported
+                step(items)
         except ValueError as error:
             if not self.is_worker:
                 raise pytest.UsageError(str(error)) from error
@@ -258,12 +295,16 @@ def narrowed_by(config: pytest.Config) -> list[str]:
     picked = [flag for flag, dest in flags.items() if config.getoption(dest, None)]
     if set(re.findall(r"\w+", config.getoption("markexpr", ""))) - {"and", "or", "not", *LEVELS}:
         picked.append("-m")
-    suites = (Path(__file__).parent / "suites").resolve()
-    for arg in config.args:
-        path, _, inner = arg.partition("::")
-        if inner or path.startswith("csa_gate.suites.") or suites in Path(path).resolve().parents:
-            picked.append(arg)
+    picked += [arg for arg in config.args if "::" in arg or _names_suites(arg, whole=False)]
     return picked
+
+
+def _names_suites(arg: str, whole: bool = True) -> bool:
+    """Whether an argument of the command line names a file of our own suites, or (`whole`) all of them."""
+    path, suites = arg.partition("::")[0], (Path(__file__).parent / "suites").resolve()
+    if path == "csa_gate.suites" or Path(path).resolve() == suites:
+        return whole
+    return path.startswith("csa_gate.suites.") or suites in Path(path).resolve().parents
 
 
 def _share_cores() -> None:

@@ -8,7 +8,9 @@ A session in which gate tests took part fails, whatever pytest thinks of it,
 - if none of them passed or failed, of any kernel under test;
 - if a kernel claims a clause of which no test passed or failed, unless the selection was narrowed, in which case the
   summary says that this was no gate;
-- if it was stopped before its end, or a worker of xdist's was lost; the summary says what did not run;
+- if it was stopped before its end, or if a test took a worker of xdist's with it; the summary says what did not run.
+  A worker that is lost while it starts is replaced, and leaves nothing out. SIGTERM stops a session as Ctrl-C does,
+  from the start where the command line names a kernel, a device or our own suites, else once there is a gate test;
 - if the command line names a kernel or a device and no gate test took part. Tests that -m deselects take no part;
   where it deselects everything, pytest's own exit status says so.
 
@@ -50,8 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers and begin to watch."""
+    """Declare the markers and begin to watch, before others take their time."""
     for level, what in LEVELS.items():
         config.addinivalue_line("markers", f"{level}: gate test of {what}")
     config.addinivalue_line("markers", "clause(name): gate test of this clause of a kernel's contract")
