@@ -46,7 +46,8 @@ class Gate:
         given = [str(arg).partition("=")[0] for arg in config.invocation_params.args]
         self.kernel_given, self.device_given = "--csa-kernel" in given, "--csa-device" in given
         self.is_worker = hasattr(config, "workerinput")
-        self.named = self.kernel_given or self.device_given or any(map(_names_suites, config.args))
+        self.suites_given = any(map(_names_suites, config.args))
+        self.named = self.kernel_given or self.device_given or self.suites_given
         if self.named:
             self._watch_stops()
 
@@ -97,7 +98,7 @@ class Gate:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
         """Import what our suites stand on where an interrupt waits for it; but where xdist has workers, in those."""
-        if self.named and not self.config.pluginmanager.has_plugin("dsession"):
+        if self.suites_given and not self.config.pluginmanager.has_plugin("dsession"):
             with held_back():
                 importlib.import_module("csa_gate.suites")
 
