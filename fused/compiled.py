@@ -38,6 +38,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # what has memory of its own; subclasses 
 THREADED_ENTRIES = 1 << 19  # window entries times columns, about a millisecond on one core
 MAX_PLANS = 1024  # of different shapes; beyond that all are forgotten, for callers whose every batch has its own
 CPU_VEC = 8
+LEAST_ADDRESS = 1 << 32  # a lower one may be no address but the place of a view in a storage that was freed
 
 
 def configure(
@@ -85,11 +86,15 @@ def rerun(direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors:
         kv, score, ape, _, _, rows, *gradients = tensors
         if type(kv) not in _PLAIN or tensors[-1].requires_grad:
             return False
-        if gradients and (gradients[0].requires_grad or gradients[1].requires_grad):
+        if kv.is_neg() or score.is_neg() or ape.is_neg() or rows.is_neg():
             return False
-        if kv.is_neg() or score.is_neg() or ape.is_neg() or rows.is_neg() or any(map(Tensor.is_neg, gradients)):
-            return False
-        if 0 in map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, tensors)):  # raises for wrappers
+        if gradients:
+            grad_kv, grad_score, grad_ape = gradients
+            if grad_kv.requires_grad or grad_score.requires_grad:
+                return False
+            if grad_kv.is_neg() or grad_score.is_neg() or grad_ape.is_neg():
+                return False
+        if min(map(Tensor.data_ptr, tensors)) < LEAST_ADDRESS:  # wrappers of subclasses raise
             return False
         plan = _PLANS.get(_plan_key(direction, ratio, coff, exp, tensors))
         if plan is None:
