@@ -176,7 +176,7 @@ class TestCommand:
             assert "not run here" in text and "survived" in text
 
     def test_all_killed(self, quick: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        assert mutants(quick, [BY_ID["ape-left-out"], SURVIVES], "-k", "ape- or nothing", "-n", "1") == 0
+        assert mutants(quick, [BY_ID["ape-left-out"], SURVIVES], "-k", "ape- or left-out", "-n", "1") == 0
         assert "1 of 1 faults killed on cpu: 1 at L0" in capsys.readouterr().out
 
     def test_control_refuses(
@@ -197,6 +197,7 @@ class TestCommand:
         ("options", "message"),
         [
             (["-k", "nosuch"], "-k: no fault has 'nosuch' in its id, file or clause"),
+            (["-k", "leaf or nosuch"], "-k: no fault has 'nosuch' in its id, file or clause"),
             (["-k", " "], "-k: got ' ' with an empty word, need one on both sides of each ` or `"),
             (["-k", " or "], "-k: got ' or ' with an empty word"),
             (["-k", "leaf or "], "-k: got 'leaf or ' with an empty word"),

@@ -84,15 +84,16 @@ def run(args: argparse.Namespace) -> int:
 def choose(catalogue: Sequence[Fault], expression: str) -> list[Fault]:
     """The faults with one of the words of `expression`, which ` or ` separates, in their id, file or clause.
 
-    All for the empty expression. Raises ValueError if none has one, or if a word is empty, which all would have.
+    All for the empty expression. Raises ValueError if no fault has a word, or if one is empty, which all would have.
     """
     words = [word.strip() for word in expression.split(" or ")]
     if expression and not all(words):
         raise ValueError(f"-k: got {expression!r} with an empty word, need one on both sides of each ` or `")
-    chosen = [f for f in catalogue if any(w in f"{f.id} {f.file} {f.clause}" for w in words)]
-    if not chosen:
-        raise ValueError(f"-k: no fault has {expression!r} in its id, file or clause")
-    return chosen
+    having = {word: [f for f in catalogue if word in f"{f.id} {f.file} {f.clause}"] for word in words}
+    for word, found in having.items():
+        if not found:
+            raise ValueError(f"-k: no fault has {word!r} in its id, file or clause")
+    return [f for f in catalogue if any(f in found for found in having.values())]
 
 
 @contextlib.contextmanager
