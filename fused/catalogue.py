@@ -105,25 +105,26 @@ CATALOGUE: tuple[Shipped, ...] = (
 
 
 def representatives() -> set[tuple[Shipped, Direction]]:
-    """Of each `cap` the entry that takes most registers: the most window columns a thread, of these the most rows."""
-    heaviest: dict[Cap, tuple[tuple[int, int], Shipped]] = {}
+    """Of each `cap` the entry that takes most registers: the most window columns a thread, then rows, then leaves."""
+    heaviest: dict[Cap, tuple[tuple[int, ...], Shipped]] = {}
     for shipped, direction in _everything():
         config = shipped.config(direction)
-        key, weight = cap(direction, config), (config.window * config.vec, config.schedule.rows_each)
+        schedule = config.schedule
+        key, weight = cap(direction, config), (config.window * config.vec, schedule.rows_each, schedule.leaves_ahead)
         if key not in heaviest or weight > heaviest[key][0]:
             heaviest[key] = weight, shipped
     return {(shipped, key[0]) for key, (_, shipped) in heaviest.items()}
 
 
 def cap(direction: Direction, config: Config) -> Cap:
-    """What may spill in a way of its own: a family's code under one limit of registers, rows and columns aside.
+    """What may spill in a way of its own: a family's code under one limit of registers; rows, columns and leaves aside.
 
     Without a limit, of one block a multiprocessor, a family counts once.
     """
     schedule = config.schedule
     if schedule.min_blocks == 1:
         return direction, schedule.family, None
-    return direction, schedule.family, replace(schedule, threads_x=0, rows_each=0)
+    return direction, schedule.family, replace(schedule, threads_x=0, rows_each=0, leaves_ahead=0)
 
 
 class Module:

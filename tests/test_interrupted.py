@@ -133,12 +133,14 @@ NAMED = [
     *((where, (MINE,)) for where in EARLY),
     ("started", ("--csa-device=cpu",)),
     ("bringing-up-nodes", ("--pyargs", "csa_gate.suites")),
-    ("collecting", ("--pyargs", "csa_gate.suites")),
+]
+# Ctrl-C is pytest's own matter wherever it comes, so that two places do.
+STOPS = [(*place, signal.SIGTERM) for place in NAMED] + [
+    (where, (MINE,), signal.SIGINT) for where in ("started", "bringing-up-nodes")
 ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize(("where", "named"), NAMED, ids=lambda part: part if isinstance(part, str) else part[-1])
+@pytest.mark.parametrize(("where", "named", "number"), STOPS)
 def test_stopped_before_collection(folder: Path, where: str, number: signal.Signals, named: tuple[str, ...]) -> None:
     """From its first hook on, a session whose command line names a gate says what did not run, once."""
     options, conftest = EARLY[where]
