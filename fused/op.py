@@ -29,8 +29,8 @@ def compress_thd(
     Values and gradients have the contract of `compress_forward` and `compress_backward`, and are the same in every
     run. Saves its five tensors for the backward and nothing else; copies an incoming gradient that is not contiguous.
     Works on fake and meta tensors and under `torch.compile(fullgraph=True)`, if `total_comp` is named. There is no
-    second derivative, and no forward-mode one; `torch.func.grad` and its like refuse custom operators. `torch.ops.csa_gate.compress_thd` itself, called without this function,
-    does not see that one is asked for.
+    second derivative, and no forward-mode one; `torch.func.grad` and its like refuse torch's custom operators.
+    `torch.ops.csa_gate.compress_thd` itself, called without this function, does not see that one is asked for.
 
     Args:
         kv, score: (total_tokens, coff * head_dim), bf16, contiguous, on CPU or CUDA.
