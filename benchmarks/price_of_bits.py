@@ -29,7 +29,7 @@ from csa_gate._bench_packs import Pack, choose, floor_us
 from csa_gate._bench_subjects import Buffers, KernelSubject
 from csa_gate.fixtures.kernels import load_kernel
 from csa_gate.fused import compiled, row, streamed, sums
-from csa_gate.fused.arith import LOG2_E, add, apply, fma, mul
+from csa_gate.fused.arith import LOG2_E, add, apply, fma, mul, storage
 from csa_gate.fused.config import WARP, Config
 from csa_gate.fused.shares import Block, load_own, own_entries, own_logits, warps
 from csa_gate.fused.sums import block_highest, take, to_plane
@@ -97,7 +97,7 @@ def unordered_powers(
     config: Constexpr, score: cute.Tensor, ape: cute.Tensor, bias: cute.Tensor, place: Place, block: Block
 ) -> tuple[cute.Tensor, Int32]:
     """As `streamed.powers_to_plane`; forward nobody reads the plane."""
-    scores = load_own(config, score, place, block.ty, entry, streamed.storage(config))
+    scores = load_own(config, score, place, block.ty, entry, storage(config))
     x = own_logits(config, scores, bias, place, block.ty)
     top = block_highest(config, x, block)
     far = streamed.own_powers(config, x, top, score, ape, place, block.ty)
@@ -171,8 +171,7 @@ def apart(got: Tensor, wanted: Tensor) -> float:
 
 def measure(pack: Pack, clock: CudaClock, bandwidth: float, device: torch.device) -> None:
     """Print a line for each direction and variant."""
-    sets = max(clock.sets(pack.traffic("forward")), 2)
-    buffers = [Buffers.make(pack.problem, device, seed) for seed in range(sets)]
+    buffers = [Buffers.make(pack.problem, device, seed) for seed in range(clock.sets(pack.traffic("forward")))]
     subject = KernelSubject(load_kernel("fused"))
     shipped: list[Tensor] = []
     for name, patches in VARIANTS.items():

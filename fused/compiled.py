@@ -78,7 +78,8 @@ def rerun(direction: Direction, ratio: int, coff: int, exp: Exp | None, tensors:
     itself before it launches; its objections are left to the caller's own checks, which name the argument. So is what
     it does not see: numbers that only equal the key's (True, 4.0), outputs that require grad, tensors with torch's
     negative bit, which it sets on no integers, or without memory, all that debug mode asks. A storage that was cut
-    short is not seen here: to ask for sizes and offsets takes longer than all else.
+    short is not seen here, nor a view that begins 4 GiB or more into a freed one: to ask storages takes longer than all
+    else.
     """
     if checks.DEBUG or type(ratio) is not int or type(coff) is not int:
         return False

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from csa_gate._items import class_kernel, uses_common_kernel
-from csa_gate.fixtures.canary import MemoryFault
+from csa_gate.fixtures.canary import GuardedInputs, MemoryFault, Snapshot
 from csa_gate.fixtures.cases import Case, Turns
 from csa_gate.fixtures.kernels import Kernel, contract_on, refusal
 from csa_gate.fixtures.marks import L0, L1, clause
@@ -83,6 +83,14 @@ class Gate:
             return run(self.kernel, inputs, **options)
         except MemoryFault as fault:
             raise MemoryFault(f"{fault}\nreproduce: {self.command}") from None
+
+    def intact(self, watched: Snapshot | GuardedInputs) -> None:
+        """Hold memory that is watched beside a run's own to be as it was."""
+        __tracebackhide__ = True
+        try:
+            watched.check()
+        except MemoryFault as fault:
+            raise MemoryFault(f"contract broken: memory\n{fault}\nreproduce: {self.command}") from None
 
     def judge(self, inputs: Inputs, result: Result, clause: str, *, poison: str = "nan") -> None:
         """Hold one result to one clause of `SINGLE_RESULT`; skip the test if there is nothing to look at.

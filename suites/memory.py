@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from csa_gate.fixtures.canary import Around, GuardedInputs, MemoryFault
+from csa_gate.fixtures.canary import Around, GuardedInputs
 from csa_gate.fixtures.cases import MEMORY, OFFSETS, Case
 from csa_gate.fixtures.marks import L1, clause
 from csa_gate.oracles import Inputs, Result
@@ -70,8 +70,5 @@ def _hold_shifted(gate: Gate, case: Case, shift: Mapping[str, int]) -> None:
 def _guarded(gate: Gate, inputs: Inputs, shift: Mapping[str, int], around: Around) -> tuple[Inputs, Result]:
     guarded = GuardedInputs(inputs, shift, around)
     got = gate.run(guarded.inputs, offset=shift)
-    try:
-        guarded.check()
-    except MemoryFault as fault:
-        raise MemoryFault(f"contract broken: memory\n{fault}\nreproduce: {gate.command}") from None
+    gate.intact(guarded)
     return guarded.inputs, got

@@ -89,11 +89,11 @@ def choose(catalogue: Sequence[Fault], expression: str) -> list[Fault]:
     words = [word.strip() for word in expression.split(" or ")]
     if expression and not all(words):
         raise ValueError(f"-k: got {expression!r} with an empty word, need one on both sides of each ` or `")
-    having = {word: [f for f in catalogue if word in f"{f.id} {f.file} {f.clause}"] for word in words}
-    for word, found in having.items():
-        if not found:
+    texts = [f"{f.id} {f.file} {f.clause}" for f in catalogue]
+    for word in words:
+        if not any(word in text for text in texts):
             raise ValueError(f"-k: no fault has {word!r} in its id, file or clause")
-    return [f for f in catalogue if any(f in found for found in having.values())]
+    return [f for f, text in zip(catalogue, texts, strict=True) if any(word in text for word in words)]
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ class Region:
 
     def backward(self, *inputs: Tensor, ratio: int, coff: int, **gradients: Tensor) -> None:
         problem = problem_of(inputs, ratio, coff)
-        leaves = [t.float().requires_grad_() for t in inputs[:3]]
+        leaves = [t.detach().float().requires_grad_() for t in inputs[:3]]  # ape is fp32: not the caller's own
         with torch.enable_grad():  # which is off in the backward of an autograd.Function
             rows = self.rows(*leaves, problem)[: problem.rows]
         found = torch.autograd.grad(rows, leaves, inputs[5][: problem.rows].float())
