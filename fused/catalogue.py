@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from . import compiled
 from .checks import Shape
-from .config import Config, Direction, Exp, Family, Schedule
+from .config import ROWS_STREAMED, STREAMED, Config, Direction, Exp, Family, Schedule
 
 Cap = tuple[Direction, Family, Schedule | None]
 
@@ -45,6 +45,19 @@ class Shipped:
         return compiled.configure(direction, self.ratio, self.coff, shape, self.exp, torch.device("cuda"), [])
 
 
+def _streamed() -> Iterator[Shipped]:
+    """For each cut of a long window backward, which the forward's are among, each number of rows that a block takes.
+
+    Two columns a thread, with head_dim compiled in and not, and one.
+    """
+    for longest, _ in STREAMED["backward"]:
+        *_, min_blocks = STREAMED["backward"][longest, 1]
+        for head_dim in (128, 66, 65):
+            for least in (1, *ROWS_STREAMED):
+                rows = -(-least * min_blocks // -(-head_dim // 32)) if least > 1 else 16
+                yield Shipped(longest // 2, 2, head_dim, rows, "native", f"a window of {longest}")
+
+
 CATALOGUE: tuple[Shipped, ...] = (
     Shipped(4, 2, 128, 2048, "native", "production pair, one short pack"),
     Shipped(4, 2, 128, 6144, "native", "production pair, a batch"),
@@ -68,37 +81,24 @@ CATALOGUE: tuple[Shipped, ...] = (
     Shipped(1, 1, 128, 8192, "native", "the shortest window"),
     Shipped(4, 1, 65, 2048, "native", "a window of one block, one column a thread"),
     Shipped(4, 1, 65, 8192, "native", "the same, many rows"),
+    Shipped(2, 1, 66, 512, "native", "the same, two columns a thread"),
+    Shipped(2, 1, 66, 8192, "native", "the same, many rows"),
     Shipped(2, 2, 64, 2048, "portable", "the shortest overlap"),
     Shipped(3, 2, 66, 4096, "native", "a window of no power of two"),
-    Shipped(3, 2, 66, 16384, "native", "the same, many rows"),
-    Shipped(8, 2, 128, 8192, "native", "a window of 16: the longest of two columns a thread"),
-    Shipped(16, 1, 512, 4096, "portable", "the same without overlap"),
-    Shipped(16, 2, 128, 4096, "native", "a window of 32: the longest in registers"),
-    Shipped(32, 1, 65, 2048, "portable", "the same without overlap, odd"),
-    Shipped(32, 2, 128, 2048, "native", "a window of 64, streamed"),
-    Shipped(32, 2, 65, 2048, "native", "the same, one column a thread"),
-    Shipped(64, 2, 520, 1024, "native", "a window of 128, four columns a thread, their number not compiled in"),
-    Shipped(64, 2, 66, 1024, "native", "a window of 128, two columns a thread, their number not compiled in"),
-    Shipped(64, 2, 65, 64, "native", "a window of 128, one column a thread, few rows"),
+    *_streamed(),
+    Shipped(8, 2, 512, 8192, "portable", "production pair of a window of 16, wide"),
+    Shipped(32, 1, 65, 2048, "portable", "a window of 32 without overlap, odd"),
+    Shipped(5, 2, 66, 4096, "native", "a window that threads do not share evenly"),
     Shipped(64, 1, 16, 1024, "native", "both sums have lanes, a narrow block"),
-    Shipped(64, 2, 65, 1024, "native", "a window of 128, one column a thread"),
-    Shipped(128, 1, 128, 64, "native", "production pair, one short pack"),
+    Shipped(64, 2, 520, 1024, "native", "a window of 128, four columns a thread, their number not compiled in"),
     Shipped(128, 1, 128, 512, "native", "production pair"),
     Shipped(128, 1, 512, 512, "native", "production pair, wide"),
-    Shipped(128, 2, 128, 64, "native", "production pair with overlap, one short pack"),
     Shipped(128, 2, 128, 512, "native", "production pair with overlap"),
     Shipped(128, 2, 512, 512, "native", "production pair with overlap, wide"),
     Shipped(128, 2, 512, 512, "portable", "production pair with overlap, wide"),
     Shipped(128, 2, 520, 512, "native", "four columns a thread, their number not compiled in"),
     Shipped(128, 2, 64, 64, "native", "both sums have lanes"),
-    Shipped(128, 2, 65, 16, "native", "a window of 256, one column a thread, few rows"),
-    Shipped(128, 2, 65, 512, "native", "a window of 256, one column a thread"),
     Shipped(256, 1, 128, 256, "native", "the longest window without overlap"),
-    Shipped(256, 2, 128, 64, "native", "the longest window, few rows"),
-    Shipped(256, 2, 128, 256, "native", "the longest window"),
-    Shipped(256, 2, 65, 16, "native", "the same, one column a thread, few rows"),
-    Shipped(256, 2, 65, 512, "native", "the same, one column a thread, many rows"),
-    Shipped(256, 2, 65, 256, "native", "the same, one column a thread"),
     Shipped(256, 2, 2, 256, "portable", "both sums have lanes, the narrowest block"),
 )
 """A shape for every schedule, and for what else changes the code: both powers, both widths, lanes in the sums."""

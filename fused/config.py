@@ -11,28 +11,39 @@ Family = Literal["loop", "registers", "streamed"]
 
 LEAF_ROWS = 32  # consecutive rows that one leaf of the dape tree sums
 LEAF_LANES = 32  # running sums that the leaves are dealt to
+# Rows of a leaf that are added one after the other, in registers, before its halving tree, where windows are long.
+LEAF_RUN = 4
 MAX_RATIO = 256
 # Longest window and least columns of a thread, the most first: column groups and shares of a block, and blocks that a
-# multiprocessor should hold. The best of those tried on an H200 (65,536 tokens, windows 128 and 256): others took up to
-# twice as long.
+# multiprocessor should hold. The best of those tried on an H200 (65,536 tokens): others took up to twice as long.
 STREAMED: dict[Direction, dict[tuple[int, int], tuple[int, int, int]]] = {
     "forward": {
+        (32, 1): (32, 2, 8),
+        (64, 1): (16, 4, 8),
         (128, 4): (16, 8, 4),
-        (128, 1): (16, 8, 7),
+        (128, 1): (16, 8, 6),
         (256, 4): (8, 16, 4),
         (256, 1): (16, 16, 3),
+        (2 * MAX_RATIO, 1): (8, 32, 3),
+    },
+    "backward": {
+        (16, 1): (16, 2, 24),
+        (32, 1): (16, 2, 16),
+        (64, 1): (16, 4, 8),
+        (128, 1): (16, 8, 4),
+        (256, 1): (16, 16, 2),
         (2 * MAX_RATIO, 1): (8, 32, 2),
     },
-    "backward": {(128, 1): (16, 8, 4), (256, 1): (16, 16, 2), (2 * MAX_RATIO, 1): (8, 32, 1)},
 }
 # Rows, times a row's 32s of columns, from which on a streamed thread takes more than two columns, where `STREAMED` has
-# them, and a block four rows backward in place of two: fewer write more of the dape workspace, more leave few blocks.
+# them.
 MANY_STREAMED = 1 << 10
+# The same product, for each block that a multiprocessor holds, from which on a backward block takes several rows, and
+# how many, the most first: fewer write more of the dape workspace, more leave multiprocessors without a block.
+ROWS_STREAMED = {5 << 7: 8, 1 << 8: 4}
 WARP = 32
-LONG_WINDOW = 32  # longer ones are streamed
-SHORT_WINDOW = 8  # longer ones have no schedule of their own for many rows
+LONG_WINDOW = 8  # longer ones are streamed
 SHORTEST_WINDOW = 4  # longer ones leave a backward thread no registers for a second row
-SCALAR_WINDOW = 16  # longer windows take one column a thread on the GPU, for their registers
 STATIC_HEAD_DIMS = (128, 512)  # of production: compiled in on the GPU; all others share a function
 # Elements of out from which on a forward thread takes several rows of a short window, and how many, the most first:
 # enough for a block's start to be forgotten, and few enough to leave each of 132 multiprocessors two blocks or three.
@@ -128,6 +139,11 @@ class Config:
         return self.coff * self.ratio
 
     @property
+    def leaf_run(self) -> int:
+        """Rows of a leaf of the dape tree that are added one after the other, before its halving tree."""
+        return LEAF_RUN if self.window > LONG_WINDOW else 1
+
+    @property
     def on_gpu(self) -> bool:
         """Whether lanes are scalars with pinned rounding, and loops over a window unrolled to keep it in registers."""
         return self.schedule.family != "loop"
@@ -136,7 +152,8 @@ class Config:
 def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows: int) -> Schedule:
     """The GPU schedule of a call of `rows` rows, of which a thread takes `vec` columns.
 
-    A backward block takes a part of a leaf of the dape tree: its rows divide `LEAF_ROWS`.
+    A backward block takes a part of a leaf of the dape tree: its rows divide `LEAF_ROWS`. Of a long window it takes
+    whole runs of `LEAF_RUN` rows, or one row.
     """
     if window > LONG_WINDOW:
         cuts = STREAMED[direction].items()
@@ -145,20 +162,13 @@ def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows
         threads_x = min(width, 1 << (groups - 1).bit_length())
         if direction == "forward":
             return Schedule("streamed", threads_x, shares, 1, min_blocks, past_l1=True)
-        rows_each = 4 if groups >= width and _many_streamed(head_dim, rows) else 2
+        work = _streamed_work(head_dim, rows) / min_blocks
+        several = (count for least, count in ROWS_STREAMED.items() if work >= least and groups >= width)
+        rows_each = next(several, 1)
         return Schedule("streamed", threads_x, shares, rows_each, min_blocks, leaves_ahead=2)
     if direction == "backward":
-        if window > SCALAR_WINDOW:
-            cut = 8, 32, 1, 1
-        elif window > SHORT_WINDOW:
-            cut = 16, 16, 2, 1
-        else:
-            cut = 32, 16, 2 if window <= SHORTEST_WINDOW else 1, 2
-        return Schedule("registers", *cut, leaves_ahead=LEAVES_AHEAD if rows >= MANY_LEAF_ROWS else 1)
-    if window > SCALAR_WINDOW:
-        return Schedule("registers", 32, 4, 1, 1)
-    if window > SHORT_WINDOW:
-        return Schedule("registers", 32, 8, 1, 1)
+        rows_each = 2 if window <= SHORTEST_WINDOW else 1
+        return Schedule("registers", 32, 16, rows_each, 2, leaves_ahead=LEAVES_AHEAD if rows >= MANY_LEAF_ROWS else 1)
     rows_each = next((count for least, count in ROWS_AHEAD.items() if rows * head_dim >= least), 1)
     if rows_each == 1:
         return Schedule("registers", 32, 8, 1, 4)
@@ -168,18 +178,16 @@ def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows
 
 def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -> int:
     """Columns of a group on a GPU, at most."""
-    if SCALAR_WINDOW < window <= LONG_WINDOW:
-        return 1
     # The fewer instructions of four pay where there is work enough for as many threads.
     if window > LONG_WINDOW:
         most = next(least for longest, least in STREAMED[direction] if window <= longest)
-        return most if most > 2 and _many_streamed(head_dim, rows) else 2
+        return most if most > 2 and _streamed_work(head_dim, rows) >= MANY_STREAMED else 2
     many = rows * head_dim >= min(ROWS_AHEAD)
-    return 4 if direction == "forward" and window <= SHORT_WINDOW and many else 2
+    return 4 if direction == "forward" and many else 2
 
 
-def _many_streamed(head_dim: int, rows: int) -> bool:
-    return rows * -(-head_dim // 32) >= MANY_STREAMED
+def _streamed_work(head_dim: int, rows: int) -> int:
+    return rows * -(-head_dim // 32)
 
 
 def orders(window: int, head_dim: int, rows: int | None) -> tuple[int, int]:

@@ -10,11 +10,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Int32
 
-from .ape import accumulate, sum_leaves, total_of
+from .ape import accumulate, leaf_sum, sum_leaves, total_of
 from .arith import apply, ceil_div, storage
 from .config import LEAF_LANES, LEAF_ROWS, Config
 from .gaps import zero_after_last, zero_rowless
-from .row import backward_row, forward_row, halving_tree
+from .row import backward_row, forward_row
 from .window import (
     ape_entry,
     columns,
@@ -105,7 +105,7 @@ def backward(
                 else:
                     for k in cutlass.range(config.window):
                         dscore[k, None].fill(0.0)
-            halving_tree(config, positions, LEAF_ROWS, config.window)
+            leaf_sum(config, positions, LEAF_ROWS, config.window)
             for half in cutlass.range_constexpr(config.coff):
                 for k in cutlass.range(config.ratio):
                     at = leaf * ape_size + ape_entry(config, group, groups, half, k)

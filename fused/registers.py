@@ -14,8 +14,6 @@ from .ring import Ring, enter_ring, fetch, ring_entry, wait
 from .row import backward_row, forward_row, halving_tree
 from .window import ape_entry, fragments, load_bias, place_of
 
-STAGED_ENTRIES = 8  # window entries of a leaf that pass through shared memory at a time
-
 
 @cute.kernel
 def forward_kernel(
@@ -138,27 +136,20 @@ def backward_kernel(
 def _block_sum(
     config: Constexpr, total: cute.Tensor, leaves: cute.Tensor, part: Int32, group: Int32, groups: Int32
 ) -> None:
-    """Halving tree over the block's row lanes, a few window entries at a time; writes the part's sums."""
+    """Halving tree over the block's row lanes; writes the part's sums."""
     shape = config.schedule
     tx, ty, _ = cute.arch.thread_idx()
-    staged = cutlass.const_expr(min(config.window, STAGED_ENTRIES))
-    slots = staged * shape.threads_x
+    slots = config.window * shape.threads_x
     layout = cute.make_layout((shape.threads_y * slots, config.vec), stride=(config.vec, 1))
     shared = SmemAllocator().allocate_tensor(Float32, layout, 16)
+    for w in cutlass.range_constexpr(config.window):
+        cute.autovec_copy(total[w, None], shared[ty * slots + w * shape.threads_x + tx, None])
+    cute.arch.sync_threads()
     sums = fragments(shape.threads_y, config)
-    for start in cutlass.range_constexpr(0, config.window, staged):
-        for e in cutlass.range_constexpr(staged):
-            if cutlass.const_expr(start + e < config.window):
-                cute.autovec_copy(total[start + e, None], shared[ty * slots + e * shape.threads_x + tx, None])
-        cute.arch.sync_threads()
-        for e in cutlass.range(ty, staged, shape.threads_y):
-            w = start + e
-            if w < config.window and group < groups:
-                for y in cutlass.range(shape.threads_y, unroll_full=True):
-                    cute.autovec_copy(shared[y * slots + e * shape.threads_x + tx, None], sums[y, None])
-                halving_tree(config, sums, shape.threads_y, 1)
-                at = part * config.window * groups + ape_entry(
-                    config, group, groups, w // config.ratio, w % config.ratio
-                )
-                cute.autovec_copy(sums[0, None], leaves[at, None])
-        cute.arch.sync_threads()
+    for w in cutlass.range(ty, config.window, shape.threads_y):
+        if group < groups:
+            for y in cutlass.range(shape.threads_y, unroll_full=True):
+                cute.autovec_copy(shared[y * slots + w * shape.threads_x + tx, None], sums[y, None])
+            halving_tree(config, sums, shape.threads_y, 1)
+            at = part * config.window * groups + ape_entry(config, group, groups, w // config.ratio, w % config.ratio)
+            cute.autovec_copy(sums[0, None], leaves[at, None])

@@ -26,7 +26,7 @@ from .shares import (
     own_logits,
     runs,
 )
-from .stack import enter_stack, pop, push, reversed_bits
+from .stack import enter_stack, in_turn, pop, push
 from .sums import block_highest, own_weight, pool_sum, put, slot, softmax_sum, take, take_in_turn, to_plane
 from .window import Place, entry, fragments, place_of, row_entry, same, store_rounded
 
@@ -172,7 +172,7 @@ def backward_kernel(
     column_blocks: Int32,
     config: Constexpr,
 ) -> None:
-    """A block takes one part of a leaf: rows `LEAF_ROWS / rows_each` apart, the first steps of the halving tree."""
+    """A block takes one part of a leaf: a row, or runs of rows and the first steps of the halving tree over them."""
     shape = config.schedule
     let_next_launch()
     groups, column_blocks = known_groups(config, groups), known_column_blocks(config, column_blocks)
@@ -192,7 +192,7 @@ def backward_kernel(
         cute.arch.sync_threads()
         for i in cutlass.range(shape.rows_each):
             push(config, stack, total, i)
-            local = reversed_bits(i, shape.rows_each)
+            local = in_turn(config, i)
             row = start + local * parts
             if row < rows:
                 place = place_of(row, codes[local], cutlass.min(group, groups - 1), groups)
@@ -203,7 +203,7 @@ def backward_kernel(
                 if inside:
                     lanes = Int32(shape.threads_y)
                     zero_after_last(config, grad_kv, grad_score, place, ends[local], block.ty, lanes)
-            pop(config, stack, total, i)
+        pop(config, stack, total)
         if inside:
             leaf = columns_of_part(config, leaves, part, groups)
             _store_part(config, total, leaf, any_row(group, groups), block.ty)

@@ -16,7 +16,7 @@ from . import windows
 from .checks import one_of, require
 from .fp32 import exp_portable, fma, two_sum
 from .inputs import Inputs, Result
-from .orders import MANY_ROWS, pool_lanes, softmax_lanes
+from .orders import MANY_ROWS, leaf_run, pool_lanes, softmax_lanes
 
 Exp = Literal["native", "portable"]
 
@@ -58,7 +58,7 @@ def ordered(inputs: Inputs, *, exp: Exp = "native", output_dtype: torch.dtype = 
 
     out = torch.empty((total, head_dim), dtype=output_dtype, device=device)
     grad_kv, grad_score = (torch.zeros(inputs.kv.shape, dtype=output_dtype, device=device) for _ in range(2))
-    axis_sum = _AxisSum((window, head_dim), device)
+    axis_sum = _AxisSum((window, head_dim), leaf_run(window), device)
     step = max(1, _BLOCK[device.type] // (window * head_dim))
     for start in range(0, total, step):
         rows = slice(start, min(start + step, total))
@@ -118,12 +118,14 @@ def _halving_tree(terms: Tensor, dim: int) -> Tensor:
 class _AxisSum:
     """Sum over rows in an order that the rows' global indices alone fix, with compensation.
 
-    Each leaf of 32 consecutive rows is added by a halving tree. Lane l runs over leaves l, l + 32, l + 64, ...,
-    keeping its rounded sum and, apart, the sum of the exact errors (two_sum); the lanes combine by a halving tree,
-    errors too, and the errors are added last.
+    A leaf has 32 consecutive rows. Its rows i, i + 32/run, i + 2 * 32/run, ... are added one after another, for each i
+    below 32/run, and these sums by a halving tree. Lane l runs over leaves l, l + 32, l + 64, ..., keeping its rounded
+    sum and, apart, the sum of the exact errors (two_sum); the lanes combine by a halving tree, errors too, and the
+    errors are added last.
     """
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], run: int, device: torch.device) -> None:
+        self._run = run
         self._high = torch.zeros((LANES, *shape), dtype=torch.float32, device=device)
         self._low = torch.zeros((LANES, *shape), dtype=torch.float32, device=device)
         self._leaves = 0
@@ -134,7 +136,10 @@ class _AxisSum:
         rows = torch.cat((self._rest, rows))
         whole = len(rows) // LEAF * LEAF
         self._rest = rows[whole:]
-        leaves = _halving_tree(rows[:whole].view(-1, LEAF, *rows.shape[1:]), dim=1)
+        first, *others = rows[:whole].view(-1, LEAF, *rows.shape[1:]).chunk(self._run, dim=1)
+        for other in others:
+            first = first + other
+        leaves = _halving_tree(first, dim=1)
         while len(leaves):
             lane = self._leaves % LANES
             dealt, leaves = leaves[: LANES - lane], leaves[LANES - lane :]

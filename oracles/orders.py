@@ -36,6 +36,14 @@ def pool_lanes(window: int, head_dim: int, rows: int = MANY_ROWS) -> int:
     return height if window >= min(16 * height, 256) else 1
 
 
+def leaf_run(window: int) -> int:
+    """Rows of a leaf of the dape tree that are added one after another before its halving tree.
+
+    This is no order of PyTorch's: runs let a kernel sum long windows over rows without room for what waits in a tree.
+    """
+    return 4 if window > 8 else 1
+
+
 def _power_of_two(n: int) -> int:
     """The largest power of two <= n, for n >= 1."""
     return 1 << (n.bit_length() - 1)

@@ -147,6 +147,24 @@ def test_input_snapshots_compare_bits():
     snapshot.check()
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.requires_grad_(), "requires_grad of this input was changed: got True, need False"),
+        (lambda t: t.resize_(t.shape[0] - 1, t.shape[1]), r"shape of this input was changed: got \(4, 16\)"),
+        (lambda t: t.as_strided_(t.shape, (0, 1)), r"stride of this input was changed: got \(0, 1\), need \(16, 1\)"),
+        (lambda t: t.set_(t.clone()), "data_ptr of this input was changed"),
+        (lambda t: setattr(t, "grad", torch.zeros_like(t)), "grad of this input was changed: got a tensor, need None"),
+    ],
+)
+def test_input_snapshots_compare_what_tensors_say_of_themselves(change, words):
+    inputs = make_inputs(Problem((3, 2), 4, 2, 8))
+    snapshot = Snapshot(inputs)
+    change(inputs.kv)
+    with pytest.raises(MemoryFault, match=f"kv: {words}"):
+        snapshot.check()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("poison", "holds"),

@@ -133,7 +133,7 @@ def test_files_follow_the_schema(name: str) -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda case: case.update(version=2),
+        lambda case: case.update(version=3),
         lambda case: case.update(comment="by hand"),
         lambda case: case.pop("seed"),
         lambda case: case["inputs"].pop("kv"),
@@ -147,7 +147,7 @@ def test_the_schema_refuses(spoil) -> None:
     case = content("short")["cases"][0]
     spoil(case)
     with pytest.raises(fastjsonschema.JsonSchemaException):
-        fastjsonschema.compile(SCHEMA)({"version": 1, "name": "short", "cases": [case]})
+        fastjsonschema.compile(SCHEMA)({"version": 2, "name": "short", "cases": [case]})
 
 
 def test_what_the_vectors_cover() -> None:
@@ -227,7 +227,7 @@ def test_out_must_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("name", "old", "new", "message"),
     [
-        ("edges", '"version": 1,\n  "id"', '"version": 2,\n  "id"', "version: got 2 in r4c2-d2-single-token-normal"),
+        ("edges", '"version": 2,\n  "id"', '"version": 1,\n  "id"', "version: got 1 in r4c2-d2-single-token-normal"),
         ("edges", '"kv": ["3FB4', '"kv": ["3FB5', "kv: r4c2-d2-single-token-normal has other bits here than in the"),
         ("digests", '"seed": 0', '"seed": 1', "r4c2-d64-normal has other bits here than the file's digest says"),
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Iterator
 
 import numpy as np
@@ -174,19 +176,23 @@ def test_lanes_of_every_shape() -> None:
 # grad_ape: the tree over rows, from the rows' dscore.
 
 
-def scalar_axis_sum(rows: list[F]) -> F:
-    """One column of dscore, summed as the specification says."""
+def scalar_axis_sum(rows: list[F], run: int) -> F:
+    """One column of dscore, summed as the specification says, `run` rows of a leaf serially."""
 
     def two_sum(a: F, b: F) -> tuple[F, F]:
         s = a + b
         z = s - a
         return s, (a - (s - z)) + (b - z)
 
+    def leaf_sum(rows: list[F]) -> F:
+        apart = len(rows) // run
+        return tree([functools.reduce(operator.add, rows[i::apart]) for i in range(apart)])
+
     rows = rows + [F(0)] * (-len(rows) % 32)
     lanes = [(F(0), F(0))] * 32
     for leaf in range(len(rows) // 32):
         high, low = lanes[leaf % 32]
-        s, e = two_sum(high, tree(rows[32 * leaf : 32 * leaf + 32]))
+        s, e = two_sum(high, leaf_sum(rows[32 * leaf : 32 * leaf + 32]))
         lanes[leaf % 32] = s, low + e
     while len(lanes) > 1:
         half, merged = len(lanes) // 2, []
@@ -200,23 +206,26 @@ def scalar_axis_sum(rows: list[F]) -> F:
 
 @pytest.mark.parametrize("exp", ["native", "portable"])
 @pytest.mark.parametrize("distribution", ["normal", "wide"])
-@pytest.mark.parametrize("lens", [(6,), (62, 3), (128,), (130, 64), (2050,), (2 * 2101, 1, 30)], ids=str)
-def test_grad_ape_bits(lens: tuple[int, ...], distribution: str, exp: Exp) -> None:
-    """1, 31 to 34, over 32 leaves, over 64 leaves of rows; first blocks add +0 to the overlap half."""
-    problem = Problem(lens, 2, 2, 1)
+@pytest.mark.parametrize("rows", [(3,), (31, 1), (64,), (65, 32), (1025,), (2101, 15)], ids=str)
+@pytest.mark.parametrize(("ratio", "run"), [(2, 1), (4, 1), (5, 4), (17, 4)])
+def test_grad_ape_bits(ratio: int, run: int, rows: tuple[int, ...], distribution: str, exp: Exp) -> None:
+    """Around a leaf, over 32 leaves, over 64; first blocks add +0 to the overlap half. Windows past 8 have runs."""
+    problem = Problem(tuple(n * ratio for n in rows), ratio, 2, 1)
     inputs = make_inputs(problem, 2, distribution)
     result = ordered(inputs, exp=exp, output_dtype=FP32)
     dscore = result.grad_score.numpy()
-    want = np.zeros((2, 2), F)
-    for (ape_row, column), half in zip(itertools.product(range(2), range(2)), [0, 1] * 2, strict=True):
-        entry = ape_row + 2 * half
-        windows = [problem.row_window(row, 0)[entry] for row in range(problem.rows)]
-        want[ape_row, column] = scalar_axis_sum([F(0) if s is None else dscore[s.token, s.column] for s in windows])
+    windows = [problem.row_window(row, 0) for row in range(problem.rows)]
+    want = np.zeros((ratio, 2), F)
+    for ape_row, half in itertools.product(range(ratio), range(2)):
+        slots = [window[ape_row + ratio * half] for window in windows]
+        terms = [F(0) if s is None else dscore[s.token, s.column] for s in slots]
+        want[ape_row, half] = scalar_axis_sum(terms, run)
     assert same_bits(result.grad_ape, torch.from_numpy(want))
 
 
+@pytest.mark.parametrize("run", [1, 4])
 @pytest.mark.parametrize("pieces", [[4096], [32] * 128, [999, 1, 30, 2066, 1000]], ids=["one", "leaves", "uneven"])
-def test_axis_sum_bits_where_the_errors_decide(pieces: list[int]) -> None:
+def test_axis_sum_bits_where_the_errors_decide(pieces: list[int], run: int) -> None:
     """64 leaves of many magnitudes, then their negatives in another order: only rounding errors of errors are left.
 
     The 4096 rows are handed over in pieces of so many.
@@ -224,11 +233,11 @@ def test_axis_sum_bits_where_the_errors_decide(pieces: list[int]) -> None:
     rng = np.random.default_rng(1)
     half = (rng.standard_normal((64, 32, 24)) * 2.0 ** rng.integers(-20, 20, (64, 1, 24))).astype(F)
     rows = np.concatenate([half, -rng.permutation(half)]).reshape(-1, 24)
-    axis_sum = _AxisSum((24,), torch.device("cpu"))
+    axis_sum = _AxisSum((24,), run, torch.device("cpu"))
     for end, n in zip(itertools.accumulate(pieces), pieces, strict=True):
         axis_sum.add(torch.from_numpy(rows[end - n : end]))
     assert (axis_sum.total() != 0).any()
-    assert same_bits(axis_sum.total(), torch.from_numpy(np.array([scalar_axis_sum(list(c)) for c in rows.T])))
+    assert same_bits(axis_sum.total(), torch.from_numpy(np.array([scalar_axis_sum(list(c), run) for c in rows.T])))
 
 
 @pytest.mark.parametrize("exp", ["native", "portable"])

@@ -11,7 +11,7 @@ import pytest
 from csa_gate.fixtures import cases, schedules
 from csa_gate.fixtures.schedules import SCHEDULES, Scheduled, covering, edge_cases, scheduled, schedules_of
 from csa_gate.fused import compiled
-from csa_gate.fused.config import LEAF_ROWS, WARP, Direction, Schedule
+from csa_gate.fused.config import LEAF_ROWS, LEAF_RUN, WARP, Direction, Schedule
 from csa_gate.oracles import Problem
 
 RATIOS = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128, 129, 200, 256)
@@ -43,8 +43,10 @@ def unfit(direction: Direction, s: Schedule) -> list[str]:
         needs["warps are whole"] = s.threads % WARP == 0 or WARP % s.threads == 0
     if direction == "backward":
         # A thread of `registers` adds its rows one after the other, a step of the halving tree for two of them alone;
-        # a streamed one has a stack for what waits.
+        # a streamed one has a row, or whole runs and a stack for what waits.
         needs["a thread has one or two rows"] = s.family == "streamed" or s.rows_each in (1, 2)
+        whole = s.rows_each == 1 or s.rows_each % LEAF_RUN == 0
+        needs["a thread has a row or whole runs"] = s.family == "registers" or whole
         needs["rows pair up"] = s.rows_each & (s.rows_each - 1) == 0
         needs["parts make up a leaf"] = s.leaf_parts * s.rows == LEAF_ROWS
     elif s.family == "streamed":
@@ -59,7 +61,7 @@ def another(monkeypatch: pytest.MonkeyPatch) -> Iterator[Schedule]:
     shipped = compiled.schedule_of
 
     def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows: int) -> Schedule:
-        ours = direction == "forward" and 5 <= window <= 12 and 300 <= rows < 700
+        ours = direction == "forward" and 20 <= window <= 24 and 300 <= rows < 700
         return added if ours else shipped(direction, window, head_dim, vec, rows)
 
     monkeypatch.setattr(compiled, "schedule_of", schedule_of)
@@ -85,7 +87,8 @@ def test_the_kernels_can_run_every_schedule() -> None:
         ("forward", Schedule("registers", 64, 32, 1, 1), ["a block has 1024 threads at most"]),
         ("forward", Schedule("registers", 2, 4, 4, 1), ["each row has a thread to locate it"]),
         ("backward", Schedule("registers", 8, 33, 1, 1), ["parts make up a leaf"]),
-        ("backward", Schedule("streamed", 8, 32, 3, 1), ["rows pair up", "parts make up a leaf"]),
+        ("backward", Schedule("streamed", 8, 32, 2, 1), ["a thread has a row or whole runs"]),
+        ("backward", Schedule("streamed", 8, 32, 12, 1), ["rows pair up", "parts make up a leaf"]),
         ("backward", Schedule("registers", 16, 8, 4, 1), ["a thread has one or two rows"]),
     ],
 )
@@ -103,9 +106,9 @@ def test_cases_follow_a_new_schedule(another: Schedule) -> None:
     table = edge_cases()
     assert not missing(table)
     at = {(c.problem.window, c.problem.total_comp) for c in table if ("forward", another) in schedules_of(c.problem)}
-    assert {(5, 300), (5, 301), (12, 300)} <= at
-    assert (5, 299) in {(c.problem.window, c.problem.total_comp) for c in table}
-    assert {4, 13, 14} & {c.problem.window for c in table}
+    assert {(20, 300), (20, 301), (24, 300)} <= at
+    assert (20, 299) in {(c.problem.window, c.problem.total_comp) for c in table}
+    assert {19, 25} & {c.problem.window for c in table}
 
 
 def test_windows_stand_on_both_sides_of_each_change() -> None:

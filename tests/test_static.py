@@ -312,7 +312,7 @@ def test_every_schedule_is_in_the_catalogue():
     ratios = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256)
     missing = {}
     for ratio, coff, head_dim, rows in itertools.product(
-        ratios, (1, 2), (65, 66, 128, 512, 520), (1, 64, 500, 1600, 2048, 6144, 12288, 65536)
+        ratios, (1, 2), (65, 66, 128, 512, 520), (1, 64, 100, 200, 300, 500, 768, 1600, 2048, 6144, 12288, 65536)
     ):
         for direction in ("forward", "backward"):
             shape = Shape(1, rows * ratio, rows, head_dim)
