@@ -16,6 +16,8 @@ from .config import WARP, Config
 from .row import add_bias
 from .window import Place, ape_entry, fragments
 
+LONGEST_RUN = 8  # entries with one address and one condition; with 16 some architectures spill
+
 
 class Block(NamedTuple):
     """A thread's place in its block, and the memory that the block shares: slots for `threads_x` column groups."""
@@ -66,10 +68,14 @@ def entry_of(config: Config, i: int, ty: Int32) -> tuple[int | Int32, int | Int3
 
 
 def runs(config: Config) -> list[range]:
-    """A thread's entries in runs that exist together: a half's, or each alone where a stride straddles halves."""
+    """A thread's entries in runs that exist together: those of a half, or each alone where a stride straddles halves."""
     shares, count = config.schedule.threads_y, own_entries(config)
-    length = config.ratio // shares if config.ratio % shares == 0 else 1
-    return [range(start, start + length) for start in range(0, count, length)]
+    together = config.ratio // shares if config.ratio % shares == 0 else 1
+    return [
+        range(start + i, start + min(i + LONGEST_RUN, together))
+        for start in range(0, count, together)
+        for i in range(0, together, LONGEST_RUN)
+    ]
 
 
 def always_exists(config: Config, i: int) -> bool:

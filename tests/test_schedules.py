@@ -11,7 +11,9 @@ import pytest
 from csa_gate.fixtures import cases, schedules
 from csa_gate.fixtures.schedules import SCHEDULES, Scheduled, covering, edge_cases, scheduled, schedules_of
 from csa_gate.fused import compiled
+from csa_gate.fused.catalogue import Shipped
 from csa_gate.fused.config import LEAF_ROWS, LEAF_RUN, WARP, Direction, Schedule
+from csa_gate.fused.shares import own_entries, runs
 from csa_gate.oracles import Problem
 
 RATIOS = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128, 129, 200, 256)
@@ -76,6 +78,21 @@ def test_every_schedule_is_run_at_l1() -> None:
 
 def test_the_kernels_can_run_every_schedule() -> None:
     assert not {found: lacks for found in reachable() if (lacks := unfit(*found))}
+
+
+@pytest.mark.parametrize("coff", [1, 2])
+@pytest.mark.parametrize("ratio", [9, 16, 17, 24, 32, 33, 64, 96, 100, 128, 192, 256])
+def test_runs_share_a_half(ratio: int, coff: int) -> None:
+    """A streamed thread's entries, in order, in runs whose entries exist or not together, whatever the thread."""
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction in directions:
+        config = Shipped(ratio, coff, 128, 100, "native", "").config(direction)
+        found = runs(config)
+        assert list(itertools.chain(*found)) == list(range(own_entries(config)))
+        for run in found:
+            starts = [i * config.schedule.threads_y for i in run]
+            halves = {w // ratio for start in starts for w in (start, start + config.schedule.threads_y - 1)}
+            assert len(run) == 1 or len(halves) == 1, run
 
 
 @pytest.mark.parametrize(
