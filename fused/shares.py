@@ -68,7 +68,7 @@ def entry_of(config: Config, i: int, ty: Int32) -> tuple[int | Int32, int | Int3
 
 
 def runs(config: Config) -> list[range]:
-    """A thread's entries in runs that exist together: those of a half, or each alone where a stride straddles halves."""
+    """A thread's entries in runs that exist together: of one half, or each alone where a stride straddles halves."""
     shares, count = config.schedule.threads_y, own_entries(config)
     together = config.ratio // shares if config.ratio % shares == 0 else 1
     return [
