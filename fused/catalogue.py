@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,9 +13,12 @@ import torch
 
 from . import compiled
 from .checks import Shape
-from .config import ROWS_STREAMED, STREAMED, Config, Direction, Exp, Family, Schedule
+from .config import ROWS_STREAMED, STREAMED, Config, Direction, Exp, Family
 
-Cap = tuple[Direction, Family, Schedule | None]
+Cap = tuple[Direction, Family, tuple[int, int, int] | None]
+
+REGISTERS = 65536
+"""Of one multiprocessor."""
 
 KEEP = "ptx,cubin,ir"
 """What `CUTE_DSL_KEEP` must name before the DSL is imported, in a process whose `CUTE_DSL_ARCH` is the architecture."""
@@ -85,7 +88,6 @@ CATALOGUE: tuple[Shipped, ...] = (
     Shipped(2, 1, 66, 8192, "native", "the same, many rows"),
     Shipped(2, 2, 64, 2048, "portable", "the shortest overlap"),
     Shipped(3, 2, 66, 4096, "native", "a window of no power of two"),
-    *_streamed(),
     Shipped(8, 2, 512, 8192, "portable", "production pair of a window of 16, wide"),
     Shipped(32, 1, 65, 2048, "portable", "a window of 32 without overlap, odd"),
     Shipped(5, 2, 66, 4096, "native", "a window that threads do not share evenly"),
@@ -99,32 +101,41 @@ CATALOGUE: tuple[Shipped, ...] = (
     Shipped(128, 2, 520, 512, "native", "four columns a thread, their number not compiled in"),
     Shipped(128, 2, 64, 64, "native", "both sums have lanes"),
     Shipped(256, 1, 128, 256, "native", "the longest window without overlap"),
+    *_streamed(),
     Shipped(256, 2, 2, 256, "portable", "both sums have lanes, the narrowest block"),
 )
 """A shape for every schedule, and for what else changes the code: both powers, both widths, lanes in the sums."""
 
 
 def representatives() -> set[tuple[Shipped, Direction]]:
-    """Of each `cap` the entry that takes most registers: the most window columns a thread, then rows, then leaves."""
+    """Of each `cap` the entry that takes most registers: the most of a window in a thread, then rows, then leaves."""
     heaviest: dict[Cap, tuple[tuple[int, ...], Shipped]] = {}
     for shipped, direction in _everything():
         config = shipped.config(direction)
-        schedule = config.schedule
-        key, weight = cap(direction, config), (config.window * config.vec, schedule.rows_each, schedule.leaves_ahead)
+        key, weight = cap(direction, config), burden(config)
         if key not in heaviest or weight > heaviest[key][0]:
             heaviest[key] = weight, shipped
     return {(shipped, key[0]) for key, (_, shipped) in heaviest.items()}
 
 
+def burden(config: Config) -> tuple[int, int, int]:
+    """What takes registers, the most first: columns of the window in a thread, rows one after the other, leaves."""
+    schedule = config.schedule
+    shares = schedule.threads_y if schedule.family == "streamed" else 1
+    return -(-config.window // shares) * config.vec, schedule.rows_each, schedule.leaves_ahead
+
+
 def cap(direction: Direction, config: Config) -> Cap:
-    """What may spill in a way of its own: a family's code under one limit of registers; rows, columns and leaves aside.
+    """What may spill in a way of its own: a family's code for so many columns under one limit of registers.
 
     Without a limit, of one block a multiprocessor, a family counts once.
     """
     schedule = config.schedule
     if schedule.min_blocks == 1:
         return direction, schedule.family, None
-    return direction, schedule.family, replace(schedule, threads_x=0, rows_each=0, leaves_ahead=0)
+    # What the compiler may give a thread: registers come in eights.
+    limit = REGISTERS // (schedule.threads * schedule.min_blocks) // 8 * 8
+    return direction, schedule.family, (min(limit, 255), config.vec, schedule.stages)
 
 
 class Module:

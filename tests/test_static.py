@@ -19,7 +19,7 @@ from csa_gate._static_cubin import LIMITS, Usage, occupancy, parse_resources, pa
 from csa_gate._static_probe import Row, rows_of
 from csa_gate._static_ptx import kernels
 from csa_gate.fused import compiled
-from csa_gate.fused.catalogue import CATALOGUE, cap, compile_for, representatives, shared_memory
+from csa_gate.fused.catalogue import CATALOGUE, burden, cap, compile_for, representatives, shared_memory
 from csa_gate.fused.checks import Shape
 
 EXPF = """
@@ -483,9 +483,11 @@ def test_every_limit_of_registers_has_a_representative():
     assert Counter(cap(d, c) for s, d, c in entries if (s, d) in chosen) == Counter({cap(d, c) for _, d, c in entries})
     for s, d, c in entries:
         if (s, d) in chosen:
-            assert c.window * c.vec == max(o.window * o.vec for _, e, o in entries if cap(e, o) == cap(d, c))
-    limited = {(d, c.schedule.threads_y, c.schedule.min_blocks) for _, d, c in entries if c.schedule.min_blocks > 1}
-    assert {(d, c.schedule.threads_y, c.schedule.min_blocks) for s, d, c in entries if (s, d) in chosen} >= limited
+            assert burden(c) == max(burden(o) for _, e, o in entries if cap(e, o) == cap(d, c))
+    def limits(of):
+        return {(d, c.vec, c.schedule.threads * c.schedule.min_blocks) for _, d, c in of if c.schedule.min_blocks > 1}
+
+    assert limits((s, d, c) for s, d, c in entries if (s, d) in chosen) == limits(entries)
 
 
 def _missing(name):
