@@ -16,8 +16,6 @@ from .config import WARP, Config
 from .row import add_bias
 from .window import Place, ape_entry, fragments
 
-LONGEST_RUN = 8  # entries with one address and one condition; with 16 some architectures spill
-
 
 class Block(NamedTuple):
     """A thread's place in its block, and the memory that the block shares: slots for `threads_x` column groups."""
@@ -71,10 +69,11 @@ def runs(config: Config) -> list[range]:
     """A thread's entries in runs that exist together: of one half, or each alone where a stride straddles halves."""
     shares, count = config.schedule.threads_y, own_entries(config)
     together = config.ratio // shares if config.ratio % shares == 0 else 1
+    longest = config.schedule.longest_run
     return [
-        range(start + i, start + min(i + LONGEST_RUN, together))
+        range(start + i, start + min(i + longest, together))
         for start in range(0, count, together)
-        for i in range(0, together, LONGEST_RUN)
+        for i in range(0, together, longest)
     ]
 
 
