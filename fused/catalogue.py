@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -56,8 +57,8 @@ def _streamed() -> Iterator[Shipped]:
     for longest, _ in STREAMED["backward"]:
         *_, min_blocks = STREAMED["backward"][longest, 1]
         for head_dim in (128, 66, 65):
-            for least in (1, *ROWS_STREAMED):
-                rows = -(-least * min_blocks // -(-head_dim // 32)) if least > 1 else 16
+            fewest = [math.ceil(least * min_blocks / math.ceil(head_dim / 32)) for least in ROWS_STREAMED]
+            for rows in (16, *fewest):
                 yield Shipped(longest // 2, 2, head_dim, rows, "native", f"a window of {longest}")
 
 
@@ -186,8 +187,13 @@ def compile_for(arch: str) -> list[Module]:
 
 
 def _everything() -> list[tuple[Shipped, Direction]]:
+    """Each entry and direction, but for configurations that an entry before has."""
     directions: tuple[Direction, Direction] = ("forward", "backward")
-    return [(shipped, direction) for shipped in CATALOGUE for direction in directions]
+    found: dict[tuple[Direction, Config], Shipped] = {}
+    for shipped in CATALOGUE:
+        for direction in directions:
+            found.setdefault((direction, shipped.config(direction)), shipped)
+    return [(shipped, direction) for (direction, _), shipped in found.items()]
 
 
 def shared_memory(ir: str) -> dict[str, int]:

@@ -11,8 +11,9 @@ Family = Literal["loop", "registers", "streamed"]
 
 LEAF_ROWS = 32  # consecutive rows that one leaf of the dape tree sums
 LEAF_LANES = 32  # running sums that the leaves are dealt to
-# Rows of a leaf that are added one after the other, in registers, before its halving tree, where windows are long.
-LEAF_RUN = 4
+# Rows of a leaf that are added one after the other, in registers, before its halving tree, and the longest window whose
+# leaves have a tree alone. Not a schedule: bits depend on both.
+LEAF_RUN, LEAF_TREE_WINDOW = 4, 8
 MAX_RATIO = 256
 # Longest window and least columns of a thread, the most first: column groups and shares of a block, and blocks that a
 # multiprocessor should hold. The best of those tried on an H200 (65,536 tokens): others took up to twice as long.
@@ -143,7 +144,7 @@ class Config:
     @property
     def leaf_run(self) -> int:
         """Rows of a leaf of the dape tree that are added one after the other, before its halving tree."""
-        return LEAF_RUN if self.window > LONG_WINDOW else 1
+        return LEAF_RUN if self.window > LEAF_TREE_WINDOW else 1
 
     @property
     def on_gpu(self) -> bool:

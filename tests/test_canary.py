@@ -134,6 +134,22 @@ def test_changed_inputs_are_named(phase, name, element, value, where):
     assert f"{phase} of kernel sevens" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("phase", "name", "change", "words"),
+    [
+        ("forward", "out", lambda t: t.requires_grad_(), "out: requires_grad of this tensor was changed: got True"),
+        ("forward", "out", lambda t: t.unsqueeze_(0), r"out: shape of this tensor was changed: got \(1, "),
+        ("backward", "grad_ape", lambda t: t.set_(t.clone()), "grad_ape: data_ptr of this tensor was changed"),
+        ("backward", "grad_kv", lambda t: t.t_(), r"grad_kv: shape of this tensor was changed"),
+        ("backward", "score", lambda t: t.copy_(t.clone()), "score: this input was written, if with"),
+    ],
+)
+def test_what_tensors_say_of_themselves_stays(phase, name, change, words):
+    """A result put elsewhere, in another shape or into a graph; an input written with the bits that it had."""
+    with pytest.raises(MemoryFault, match=words):
+        run(Sevens(**{f"{phase}_fault": lambda tensors: change(tensors[name])}), make())
+
+
 def test_input_snapshots_compare_bits():
     """A zero that changed its sign and a NaN that changed its payload are changes; grad_out is watched too."""
     inputs = make()
@@ -144,17 +160,18 @@ def test_input_snapshots_compare_bits():
     with pytest.raises(MemoryFault, match=r"grad_out: 1 elements .*first grad_out\[0, 0\]: got -0.0, need 0.0"):
         snapshot.check()
     inputs.grad_out[0, 0] = 0.0
-    snapshot.check()
+    with pytest.raises(MemoryFault, match="grad_out: this input was written, if with the bits that it had"):
+        snapshot.check()
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.requires_grad_(), "requires_grad of this input was changed: got True, need False"),
-        (lambda t: t.resize_(t.shape[0] - 1, t.shape[1]), r"shape of this input was changed: got \(4, 16\)"),
-        (lambda t: t.as_strided_(t.shape, (0, 1)), r"stride of this input was changed: got \(0, 1\), need \(16, 1\)"),
-        (lambda t: t.set_(t.clone()), "data_ptr of this input was changed"),
-        (lambda t: setattr(t, "grad", torch.zeros_like(t)), "grad of this input was changed: got a tensor, need None"),
+        (lambda t: t.requires_grad_(), "requires_grad of this tensor was changed: got True, need False"),
+        (lambda t: t.resize_(t.shape[0] - 1, t.shape[1]), r"shape of this tensor was changed: got \(4, 16\)"),
+        (lambda t: t.as_strided_(t.shape, (0, 1)), r"stride of this tensor was changed: got \(0, 1\), need \(16, 1\)"),
+        (lambda t: t.set_(t.clone()), "data_ptr of this tensor was changed"),
+        (lambda t: setattr(t, "grad", torch.zeros_like(t)), "grad of this tensor was changed: got a tensor, need None"),
     ],
 )
 def test_input_snapshots_compare_what_tensors_say_of_themselves(change, words):

@@ -45,10 +45,10 @@ def unfit(direction: Direction, s: Schedule) -> list[str]:
         needs["warps are whole"] = s.threads % WARP == 0 or WARP % s.threads == 0
     if direction == "backward":
         # A thread of `registers` adds its rows one after the other, a step of the halving tree for two of them alone;
-        # a streamed one has a row, or whole runs and a stack for what waits.
+        # a streamed one has a row, or a run, or two runs and room for what waits.
         needs["a thread has one or two rows"] = s.family == "streamed" or s.rows_each in (1, 2)
-        whole = s.rows_each == 1 or s.rows_each % LEAF_RUN == 0
-        needs["a thread has a row or whole runs"] = s.family == "registers" or whole
+        several = s.rows_each in (1, LEAF_RUN, 2 * LEAF_RUN)
+        needs["a thread has a row, a run or two"] = s.family == "registers" or several
         needs["rows pair up"] = s.rows_each & (s.rows_each - 1) == 0
         needs["parts make up a leaf"] = s.leaf_parts * s.rows == LEAF_ROWS
     elif s.family == "streamed":
@@ -91,6 +91,7 @@ def test_runs_share_a_half(ratio: int, coff: int) -> None:
         assert list(itertools.chain(*found)) == list(range(own_entries(config)))
         for run in found:
             starts = [i * config.schedule.threads_y for i in run]
+            assert len(run) <= config.schedule.longest_run
             halves = {w // ratio for start in starts for w in (start, start + config.schedule.threads_y - 1)}
             assert len(run) == 1 or len(halves) == 1, run
 
@@ -104,8 +105,13 @@ def test_runs_share_a_half(ratio: int, coff: int) -> None:
         ("forward", Schedule("registers", 64, 32, 1, 1), ["a block has 1024 threads at most"]),
         ("forward", Schedule("registers", 2, 4, 4, 1), ["each row has a thread to locate it"]),
         ("backward", Schedule("registers", 8, 33, 1, 1), ["parts make up a leaf"]),
-        ("backward", Schedule("streamed", 8, 32, 2, 1), ["a thread has a row or whole runs"]),
-        ("backward", Schedule("streamed", 8, 32, 12, 1), ["rows pair up", "parts make up a leaf"]),
+        ("backward", Schedule("streamed", 8, 32, 2, 1), ["a thread has a row, a run or two"]),
+        ("backward", Schedule("streamed", 8, 32, 16, 1), ["a thread has a row, a run or two"]),
+        (
+            "backward",
+            Schedule("streamed", 8, 32, 12, 1),
+            ["a thread has a row, a run or two", "rows pair up", "parts make up a leaf"],
+        ),
         ("backward", Schedule("registers", 16, 8, 4, 1), ["a thread has one or two rows"]),
     ],
 )

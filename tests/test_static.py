@@ -484,6 +484,7 @@ def test_every_limit_of_registers_has_a_representative():
     for s, d, c in entries:
         if (s, d) in chosen:
             assert burden(c) == max(burden(o) for _, e, o in entries if cap(e, o) == cap(d, c))
+
     def limits(of):
         return {(d, c.vec, c.schedule.threads * c.schedule.min_blocks) for _, d, c in of if c.schedule.min_blocks > 1}
 
