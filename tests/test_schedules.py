@@ -80,6 +80,13 @@ def test_the_kernels_can_run_every_schedule() -> None:
     assert not {found: lacks for found in reachable() if (lacks := unfit(*found))}
 
 
+def test_a_family_follows_the_order_of_its_leaves() -> None:
+    """Streamed blocks add rows up in runs, those of registers by a tree; which of them, the window says."""
+    for ratio, coff in itertools.product(RATIOS, (1, 2)):
+        config = Shipped(ratio, coff, 128, 100, "native", "").config("backward")
+        assert (config.schedule.family == "streamed") == (config.leaf_run == LEAF_RUN)
+
+
 @pytest.mark.parametrize("coff", [1, 2])
 @pytest.mark.parametrize("ratio", [9, 16, 17, 24, 32, 33, 64, 96, 100, 128, 192, 256])
 def test_runs_share_a_half(ratio: int, coff: int) -> None:
