@@ -9,13 +9,11 @@ from cutlass.base_dsl import Arch
 from cutlass.base_dsl.dsl import BaseDSL
 from cutlass.memory import SmemAllocator
 
-from .ape import accumulate, sum_leaves, total_of
+from .ape import accumulate, leaf_groups, sum_leaves, total_of
 from .arith import apply, ceil_div
 from .config import LEAF_LANES, LEAF_ROWS, Config
 from .gaps import zero_rowless
 from .window import fragments, locate
-
-LEAF_COLUMNS = 32  # columns of grad_ape that one block sums over the leaves
 
 
 def known_groups(config: Config, groups: Int32) -> Int32:
@@ -85,11 +83,6 @@ def clear_rowless(
     zero_rowless(config, cu_seqlens, grad_kv, grad_score, segments, total_tokens, groups, worker, workers, tx, lanes)
 
 
-def leaf_groups(config: Config) -> int:
-    """Column groups of grad_ape that one block sums over the leaves."""
-    return LEAF_COLUMNS // config.vec
-
-
 @cute.kernel
 def grad_ape_kernel(
     cu_seqlens_comp: cute.Tensor,
@@ -99,11 +92,17 @@ def grad_ape_kernel(
     total_comp: Int32,
     size: Int32,
     parts: Constexpr,
+    deal: Constexpr,
     config: Constexpr,
 ) -> None:
-    """One block sums `LEAF_COLUMNS` columns of grad_ape; a leaf comes in `parts` parts."""
-    tx, lane, _ = cute.arch.thread_idx()
+    """One block sums `LEAF_COLUMNS` columns of grad_ape; a leaf comes in `parts` parts, and `deal` threads share it.
+
+    These are of one warp, which is all theirs, and the block has them for as many leaves as there are at most; or else
+    a leaf has one thread, and the block `LEAF_LANES` of them.
+    """
+    tx, thread, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
+    _, threads, _ = cute.arch.block_dim() if deal > 1 else (1, Int32(LEAF_LANES), 1)
     width = cutlass.const_expr(leaf_groups(config))
     at = block * width + tx
     slots = cutlass.const_expr(LEAF_LANES * width)
@@ -111,21 +110,26 @@ def grad_ape_kernel(
     smem = SmemAllocator()
     high, low = smem.allocate_tensor(Float32, layout, 16), smem.allocate_tensor(Float32, layout, 16)
     own_high, own_low = fragments(1, config), fragments(1, config)
-    own_high.fill(0.0)
-    own_low.fill(0.0)
     # Before the wait: what came before both kernels has ended, or the first would not have begun.
     rows = cutlass.min(cu_seqlens_comp[segments], total_comp)
     if cutlass.const_expr(launches_overlap()):
         cute.arch.griddepcontrol_wait()
-    if at < size:
-        sum_leaves(config, leaves, ceil_div(rows, LEAF_ROWS), parts, size, at, lane, own_high, own_low, Int32(0))
+    # Threads past the last column work on it too: those of a warp may need each other.
+    column, count = cutlass.min(at, size - 1), ceil_div(rows, LEAF_ROWS)
+    sum_leaves(config, leaves, count, parts, deal, size, column, thread, own_high, own_low, Int32(0))
+    # Of the threads that share a leaf, the first has its running sum.
+    lanes, lane = threads // deal, thread // deal + thread % deal * LEAF_LANES
     slot = lane * width + tx
-    cute.autovec_copy(own_high[0, None], high[slot, None])
-    cute.autovec_copy(own_low[0, None], low[slot, None])
+    if lane < lanes:
+        cute.autovec_copy(own_high[0, None], high[slot, None])
+        cute.autovec_copy(own_low[0, None], low[slot, None])
     for step in cutlass.range_constexpr(1, LEAF_LANES.bit_length()):
-        cute.arch.sync_threads()
-        if lane < LEAF_LANES >> step:
-            other = slot + (LEAF_LANES >> step) * width
-            accumulate(config, high, low, slot, (high, other), (low, other))
+        half = LEAF_LANES >> step
+        # Lanes that are left out have no leaf, and +0 changes no running sum.
+        if half < lanes:
+            cute.arch.sync_threads()
+            if lane < half:
+                other = slot + half * width
+                accumulate(config, high, low, slot, (high, other), (low, other))
     if lane == 0 and at < size:
         apply(total_of, config, (grad_ape, at), (high, slot), (low, slot))

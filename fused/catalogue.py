@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -14,7 +15,16 @@ import torch
 
 from . import compiled
 from .checks import Shape
-from .config import ROWS_STREAMED, STREAMED, Config, Direction, Exp, Family
+from .config import (
+    MANY_STREAMED,
+    ROWS_STREAMED,
+    STATIC_HEAD_DIMS,
+    STREAMED,
+    Config,
+    Direction,
+    Exp,
+    Family,
+)
 
 Cap = tuple[Direction, Family, tuple[int, int, int] | None]
 
@@ -50,16 +60,21 @@ class Shipped:
 
 
 def _streamed() -> Iterator[Shipped]:
-    """For each cut of a long window backward, which the forward's are among, each number of rows that a block takes.
+    """For each cut of a long window a shape of each kind: with head_dim compiled in and not, of many columns and few.
 
-    Two columns a thread, with head_dim compiled in and not, and one.
+    Backward also each number of rows that a block takes. Of two columns a thread, the forward's cuts are among these.
     """
     for longest, _ in STREAMED["backward"]:
-        *_, min_blocks = STREAMED["backward"][longest, 1]
+        _, _, min_blocks, _ = STREAMED["backward"][longest, 1]
         for head_dim in (128, 66, 65):
             fewest = [math.ceil(least * min_blocks / math.ceil(head_dim / 32)) for least in ROWS_STREAMED]
             for rows in (16, *fewest):
                 yield Shipped(longest // 2, 2, head_dim, rows, "native", f"a window of {longest}")
+    for longest, least in STREAMED["forward"]:
+        if least > 2:
+            for coff, head_dim in itertools.product((1, 2), (*STATIC_HEAD_DIMS, 520)):
+                why = f"a window of {longest}, {least} columns a thread"
+                yield Shipped(longest // coff, coff, head_dim, MANY_STREAMED // longest, "native", why)
 
 
 CATALOGUE: tuple[Shipped, ...] = (
@@ -93,13 +108,11 @@ CATALOGUE: tuple[Shipped, ...] = (
     Shipped(32, 1, 65, 2048, "portable", "a window of 32 without overlap, odd"),
     Shipped(5, 2, 66, 4096, "native", "a window that threads do not share evenly"),
     Shipped(64, 1, 16, 1024, "native", "both sums have lanes, a narrow block"),
-    Shipped(64, 2, 520, 1024, "native", "a window of 128, four columns a thread, their number not compiled in"),
     Shipped(128, 1, 128, 512, "native", "production pair"),
     Shipped(128, 1, 512, 512, "native", "production pair, wide"),
     Shipped(128, 2, 128, 512, "native", "production pair with overlap"),
     Shipped(128, 2, 512, 512, "native", "production pair with overlap, wide"),
     Shipped(128, 2, 512, 512, "portable", "production pair with overlap, wide"),
-    Shipped(128, 2, 520, 512, "native", "four columns a thread, their number not compiled in"),
     Shipped(128, 2, 64, 64, "native", "both sums have lanes"),
     Shipped(256, 1, 128, 256, "native", "the longest window without overlap"),
     *_streamed(),

@@ -21,13 +21,13 @@ from .checks import INT32_MAX, Shape, workspace_elements
 from .config import (
     LEAF_ROWS,
     LOOP,
-    MAX_RATIO,
     STATIC_HEAD_DIMS,
     Config,
     Direction,
     Exp,
     orders,
     schedule_of,
+    shared_evenly,
     widest_on_gpu,
 )
 
@@ -60,8 +60,8 @@ def configure(
     if on_gpu:
         schedule = schedule_of(direction, window, shape.head_dim, vec, shape.total_comp)
         head_dim = shape.head_dim if shape.head_dim in STATIC_HEAD_DIMS else None
-        # What takes more registers: addresses, portable powers, and 16 entries that lie in one half.
-        if head_dim is None or exp == "portable" or (coff == 1 and ratio == MAX_RATIO):
+        # What takes more registers: addresses, portable powers, and entries of which each has a condition of its own.
+        if head_dim is None or exp == "portable" or not shared_evenly(ratio, coff):
             schedule = replace(schedule, min_blocks=1)
     return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, schedule, head_dim)
 

@@ -15,32 +15,36 @@ LEAF_LANES = 32  # running sums that the leaves are dealt to
 # leaves have a tree alone. Not a schedule: bits depend on both.
 LEAF_RUN, LEAF_TREE_WINDOW = 4, 8
 MAX_RATIO = 256
-# Longest window and least columns of a thread, the most first: column groups and shares of a block, and blocks that a
-# multiprocessor should hold. The best of those tried on an H200 (65,536 tokens): others took up to twice as long.
-STREAMED: dict[Direction, dict[tuple[int, int], tuple[int, int, int]]] = {
+# Longest window and least columns of a thread, the most first: column groups and shares of a block, blocks that a
+# multiprocessor should hold, and entries of a run (see `Schedule`). The best of those tried on an H200 (65,536 tokens)
+# that spill nowhere: others took up to twice as long.
+STREAMED: dict[Direction, dict[tuple[int, int], tuple[int, int, int, int]]] = {
     "forward": {
-        (32, 1): (32, 2, 8),
-        (64, 1): (16, 4, 8),
-        (128, 4): (16, 8, 4),
-        (128, 1): (16, 8, 6),
-        (256, 4): (8, 16, 4),
-        (256, 1): (16, 16, 3),
-        (2 * MAX_RATIO, 1): (8, 32, 3),
+        (16, 4): (32, 2, 8, 16),
+        (32, 4): (16, 2, 16, 4),
+        (32, 1): (32, 2, 8, 16),
+        (64, 4): (32, 4, 4, 16),
+        (64, 1): (16, 4, 8, 16),
+        (128, 4): (16, 8, 4, 16),
+        (128, 1): (16, 8, 5, 16),
+        (256, 4): (8, 16, 4, 16),
+        (256, 1): (16, 16, 3, 16),
+        (2 * MAX_RATIO, 1): (8, 32, 3, 16),
     },
     "backward": {
-        (16, 1): (16, 2, 24),
-        (32, 1): (16, 2, 16),
-        (64, 1): (16, 4, 8),
-        (128, 1): (16, 8, 4),
-        (256, 1): (16, 16, 2),
-        (2 * MAX_RATIO, 1): (8, 32, 2),
+        (16, 1): (16, 2, 24, 8),
+        (32, 1): (16, 2, 16, 8),
+        (64, 1): (16, 4, 8, 8),
+        (128, 1): (16, 8, 4, 8),
+        (256, 1): (16, 16, 2, 8),
+        (2 * MAX_RATIO, 1): (8, 32, 2, 8),
     },
 }
-# Rows, times a row's 32s of columns, from which on a streamed thread takes more than two columns, where `STREAMED` has
-# them.
-MANY_STREAMED = 1 << 10
-# The same product, for each block that a multiprocessor holds, from which on a backward block takes several rows, and
-# how many, the most first: fewer write more of the dape workspace, more leave multiprocessors without a block.
+# Window entries of all rows, times a row's 32s of columns, from which on a streamed thread takes more than two columns,
+# where `STREAMED` has them and a row has enough for a block.
+MANY_STREAMED = 1 << 18
+# Rows, times the same 32s, for each block that a multiprocessor holds, from which on a backward block takes several
+# rows, and how many, the most first: fewer write more of the dape workspace, more leave multiprocessors idle.
 ROWS_STREAMED = {5 << 7: 8, 1 << 8: 4}
 WARP = 32
 LONG_WINDOW = 8  # longer ones are streamed
@@ -52,6 +56,9 @@ ROWS_AHEAD = {3 << 20: 16, 1 << 20: 8, 3 << 18: 4}
 # Rows from which on a short window's leaves are many for the threads that sum them, and how many of these each has on
 # their way then: 5 to 7 % of the backward at 16,384 rows, 1 to 2 at 6,144.
 MANY_LEAF_ROWS, LEAVES_AHEAD = 1 << 12, 4
+# Rows up to which leaves are so few that several threads share each, where it comes in single rows: 12 to 21 % of the
+# backward at 64 and 128 rows of long windows; at 1024 rows it took longer.
+FEW_LEAF_ROWS = LEAF_ROWS * 8
 STAGES = 2  # the row in work and the next one; a third took up to a fifth longer
 
 
@@ -160,16 +167,16 @@ def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows
     """
     if window > LONG_WINDOW:
         cuts = STREAMED[direction].items()
-        width, shares, min_blocks = next(cut for (longest, least), cut in cuts if window <= longest and vec >= least)
+        cut = next(cut for (longest, least), cut in cuts if window <= longest and vec >= least)
+        width, shares, min_blocks, run = cut
         groups = head_dim // vec
         threads_x = min(width, 1 << (groups - 1).bit_length())
         if direction == "forward":
-            return Schedule("streamed", threads_x, shares, 1, min_blocks, past_l1=True, longest_run=16)
+            return Schedule("streamed", threads_x, shares, 1, min_blocks, past_l1=True, longest_run=run)
         work = _streamed_work(head_dim, rows) / min_blocks
         several = (count for least, count in ROWS_STREAMED.items() if work >= least and groups >= width)
         rows_each = next(several, 1)
-        # Runs of 16 spill on some architectures, runs of 8 cost the forward 2 %.
-        return Schedule("streamed", threads_x, shares, rows_each, min_blocks, leaves_ahead=2, longest_run=8)
+        return Schedule("streamed", threads_x, shares, rows_each, min_blocks, leaves_ahead=2, longest_run=run)
     if direction == "backward":
         rows_each = 2 if window <= SHORTEST_WINDOW else 1
         return Schedule("registers", 32, 16, rows_each, 2, leaves_ahead=LEAVES_AHEAD if rows >= MANY_LEAF_ROWS else 1)
@@ -184,13 +191,22 @@ def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -
     """Columns of a group on a GPU, at most."""
     # The fewer instructions of four pay where there is work enough for as many threads.
     if window > LONG_WINDOW:
-        most = next(least for longest, least in STREAMED[direction] if window <= longest)
-        return most if most > 2 and _streamed_work(head_dim, rows) >= MANY_STREAMED else 2
+        (_, most), (width, *_) = next(cut for cut in STREAMED[direction].items() if window <= cut[0][0])
+        many = window * _streamed_work(head_dim, rows) >= MANY_STREAMED and head_dim >= width * most
+        return max(most, 2) if many else 2
     many = rows * head_dim >= min(ROWS_AHEAD)
     return 4 if direction == "forward" and many else 2
 
 
+def shared_evenly(ratio: int, coff: int) -> bool:
+    """Whether the shares of a window, if it is streamed, have as many entries of each half, one as the other."""
+    window = coff * ratio
+    shares = next(cut[1] for (longest, _), cut in STREAMED["forward"].items() if window <= longest)
+    return window <= LONG_WINDOW or ratio % shares == 0
+
+
 def _streamed_work(head_dim: int, rows: int) -> int:
+    """Rows times a row's 32s of columns."""
     return rows * -(-head_dim // 32)
 
 

@@ -105,7 +105,7 @@ def backward(
                 else:
                     for k in cutlass.range(config.window):
                         dscore[k, None].fill(0.0)
-            leaf_sum(config, positions, LEAF_ROWS, config.window)
+            leaf_sum(config, positions, LEAF_ROWS, 1, config.window)
             for half in cutlass.range_constexpr(config.coff):
                 for k in cutlass.range(config.ratio):
                     at = leaf * ape_size + ape_entry(config, group, groups, half, k)
@@ -114,7 +114,7 @@ def backward(
     for entry in cutlass.range(config.window):
         for at in cutlass.range(entry * groups + first, entry * groups + last):
             for lane in cutlass.range(LEAF_LANES):
-                sum_leaves(config, leaves_view, count, 1, ape_size, at, lane, high, low, lane)
+                sum_leaves(config, leaves_view, count, 1, 1, ape_size, at, lane, high, low, lane)
             for step in cutlass.range_constexpr(1, LEAF_LANES.bit_length()):
                 half = LEAF_LANES >> step
                 for lane in cutlass.range(half):

@@ -11,9 +11,10 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Int32
 
 from . import registers, streamed
+from .ape import leaf_groups
 from .arith import ceil_div, storage
-from .block import grad_ape_kernel, launches_overlap, leaf_groups
-from .config import LEAF_LANES, LEAF_ROWS, Config
+from .block import grad_ape_kernel, launches_overlap
+from .config import FEW_LEAF_ROWS, LEAF_LANES, LEAF_ROWS, WARP, Config
 from .window import columns
 
 FAMILIES = {"registers": registers, "streamed": streamed}
@@ -128,19 +129,41 @@ def backward(
     )
     wide = cutlass.const_expr(replace(config, vec=leaf_vec(config)))
     ape_groups = config.window * head_dim // wide.vec
-    width = cutlass.const_expr(leaf_groups(wide))
+    leaves_view, grad_ape_view = columns(leaves, count * ape_groups, wide), columns(grad_ape, ape_groups, wide)
+    tensors = cu_seqlens_comp, leaves_view, grad_ape_view
+    if cutlass.const_expr(shape.leaf_parts == LEAF_ROWS):
+        if total_comp <= FEW_LEAF_ROWS:
+            lanes = Int32(1)
+            while lanes * LEAF_ROWS < total_comp:
+                lanes *= 2
+            _sum_leaves(wide, *tensors, segments, total_comp, ape_groups, WARP // leaf_groups(wide), lanes, stream)
+        else:
+            _sum_leaves(wide, *tensors, segments, total_comp, ape_groups, 1, LEAF_LANES, stream)
+    else:
+        _sum_leaves(wide, *tensors, segments, total_comp, ape_groups, 1, LEAF_LANES, stream)
+
+
+@cute.jit
+def _sum_leaves(
+    config: Constexpr,
+    cu_seqlens_comp: cute.Tensor,
+    leaves: cute.Tensor,
+    grad_ape: cute.Tensor,
+    segments: Int32,
+    total_comp: Int32,
+    size: Int32,
+    deal: Constexpr,
+    lanes: int | Int32,
+    stream: Any,
+) -> None:
+    """Launch `grad_ape_kernel` with `lanes` running sums, each of `deal` threads."""
+    width = cutlass.const_expr(leaf_groups(config))
     grad_ape_kernel(
-        cu_seqlens_comp,
-        columns(leaves, count * ape_groups, wide),
-        columns(grad_ape, ape_groups, wide),
-        segments,
-        total_comp,
-        ape_groups,
-        shape.leaf_parts,
-        wide,
+        cu_seqlens_comp, leaves, grad_ape, segments, total_comp, size, config.schedule.leaf_parts, deal, config
     ).launch(
-        grid=(ceil_div(ape_groups, width), 1, 1),
-        block=(width, LEAF_LANES, 1),
+        grid=(ceil_div(size, width), 1, 1),
+        block=(width, lanes * deal, 1),
+        max_number_threads=(width, LEAF_LANES, 1),
         stream=stream,
         use_pdl=launches_overlap(),
     )
