@@ -27,7 +27,6 @@ from .config import (
     Exp,
     orders,
     schedule_of,
-    shared_evenly,
     widest_on_gpu,
 )
 
@@ -60,8 +59,8 @@ def configure(
     if on_gpu:
         schedule = schedule_of(direction, window, shape.head_dim, vec, shape.total_comp)
         head_dim = shape.head_dim if shape.head_dim in STATIC_HEAD_DIMS else None
-        # What takes more registers: addresses, portable powers, and entries of which each has a condition of its own.
-        if head_dim is None or exp == "portable" or not shared_evenly(ratio, coff):
+        # What takes more registers: addresses and portable powers.
+        if head_dim is None or exp == "portable":
             schedule = replace(schedule, min_blocks=1)
     return Config(ratio, coff, vec, softmax_lanes, pool_lanes, exp, schedule, head_dim)
 

@@ -198,13 +198,6 @@ def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -
     return 4 if direction == "forward" and many else 2
 
 
-def shared_evenly(ratio: int, coff: int) -> bool:
-    """Whether the shares of a window, if it is streamed, have as many entries of each half, one as the other."""
-    window = coff * ratio
-    shares = next(cut[1] for (longest, _), cut in STREAMED["forward"].items() if window <= longest)
-    return window <= LONG_WINDOW or ratio % shares == 0
-
-
 def _streamed_work(head_dim: int, rows: int) -> int:
     """Rows times a row's 32s of columns."""
     return rows * -(-head_dim // 32)

@@ -131,12 +131,14 @@ def backward(
     ape_groups = config.window * head_dim // wide.vec
     leaves_view, grad_ape_view = columns(leaves, count * ape_groups, wide), columns(grad_ape, ape_groups, wide)
     tensors = cu_seqlens_comp, leaves_view, grad_ape_view
-    if cutlass.const_expr(shape.leaf_parts == LEAF_ROWS):
+    deal = cutlass.const_expr(WARP // leaf_groups(wide))
+    # A thread that takes one column finds no other in its warp that has the same.
+    if cutlass.const_expr(shape.leaf_parts == LEAF_ROWS and deal > 1):
         if total_comp <= FEW_LEAF_ROWS:
             lanes = Int32(1)
             while lanes * LEAF_ROWS < total_comp:
                 lanes *= 2
-            _sum_leaves(wide, *tensors, segments, total_comp, ape_groups, WARP // leaf_groups(wide), lanes, stream)
+            _sum_leaves(wide, *tensors, segments, total_comp, ape_groups, deal, lanes, stream)
         else:
             _sum_leaves(wide, *tensors, segments, total_comp, ape_groups, 1, LEAF_LANES, stream)
     else:
@@ -163,7 +165,7 @@ def _sum_leaves(
     ).launch(
         grid=(ceil_div(size, width), 1, 1),
         block=(width, lanes * deal, 1),
-        max_number_threads=(width, LEAF_LANES, 1),
+        max_number_threads=(width, LEAF_LANES, 1) if deal > 1 else (0, 0, 0),
         stream=stream,
         use_pdl=launches_overlap(),
     )

@@ -56,41 +56,47 @@ def warps(config: Config) -> int:
     return -(-config.schedule.threads // WARP)
 
 
+def half_of(config: Config, i: int) -> int | None:
+    """The half that every thread's i-th entry is in; None where it differs, or some have none."""
+    first, after = i * config.schedule.threads_y, (i + 1) * config.schedule.threads_y
+    if after <= config.ratio:
+        return 0
+    return 1 if first >= config.ratio and after <= config.window else None
+
+
 def entry_of(config: Config, i: int, ty: Int32) -> tuple[int | Int32, int | Int32]:
-    """Half and place in it of a thread's i-th entry, the half at compile time where a stride never straddles two."""
-    shares = config.schedule.threads_y
-    w = i * shares
-    if config.ratio % shares == 0:
-        return w // config.ratio, w % config.ratio + ty
+    """Half and place in it of a thread's i-th entry, if it has one; the half at compile time where it can be."""
+    w = i * config.schedule.threads_y
+    if w >= config.ratio:
+        return 1, w - config.ratio + ty
+    if config.coff == 1 or half_of(config, i) == 0:
+        return 0, w + ty
     return (w + ty) // config.ratio, (w + ty) % config.ratio
 
 
 def runs(config: Config) -> list[range]:
-    """A thread's entries in runs that exist together: of one half, or each alone where a stride straddles halves."""
-    shares, count = config.schedule.threads_y, own_entries(config)
-    together = config.ratio // shares if config.ratio % shares == 0 else 1
-    longest = config.schedule.longest_run
-    return [
-        range(start + i, start + min(i + longest, together))
-        for start in range(0, count, together)
-        for i in range(0, together, longest)
-    ]
+    """A thread's entries in runs, whose entries exist together and lie in one half."""
+    longest, found = config.schedule.longest_run, []
+    start = 0
+    for i in range(1, own_entries(config) + 1):
+        half = half_of(config, start)
+        if half is None or i - start == longest or i == own_entries(config) or half_of(config, i) != half:
+            found.append(range(start, i))
+            start = i
+    return found
 
 
 def always_exists(config: Config, i: int) -> bool:
     """Whether every thread has an i-th entry, valid in every row."""
-    shares = config.schedule.threads_y
-    if config.window % shares:
-        return False
-    return config.coff == 1 or (config.ratio % shares == 0 and i * shares >= config.ratio)
+    return half_of(config, i) == config.coff - 1
 
 
 def exists(config: Config, place: Place, i: int, ty: Int32) -> Boolean:
     """Whether a thread has an i-th entry, and it is valid."""
     exists = Boolean(True)
-    if config.window % config.schedule.threads_y:
+    if (i + 1) * config.schedule.threads_y > config.window:
         exists = i * config.schedule.threads_y + ty < config.window
-    if config.coff == 2:
+    if config.coff == 2 and i * config.schedule.threads_y < config.ratio:
         half, _ = entry_of(config, i, ty)
         exists = exists & ((half == 1) | (place.first == Boolean(False)))
     return exists
