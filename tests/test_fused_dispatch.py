@@ -316,6 +316,18 @@ def test_under_compile(device: str, monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert not [record for record in caplog.records if record.name == dispatch.__name__]
 
 
+def test_forward_mode_declines_under_compile() -> None:
+    """The graph breaks where forward-mode AD is asked about, and the answer is that of a plain call."""
+    tensors = tuple(arguments()[name] for name in NAMES)
+    layer = torch.compile(_layer, backend="aot_eager")
+    with forward_ad.dual_level():
+        assert layer(*tensors)[1]
+        dual = forward_ad.make_dual(tensors[0], torch.ones_like(tensors[0]))
+        out, engaged = layer(dual, *tensors[1:])
+        assert not engaged and forward_ad.unpack_dual(out).tangent is not None
+    assert layer(*tensors)[1]
+
+
 class _Specified(torch.autograd.Function):
     """The pooling by the oracle that has the kernels' bits."""
 
