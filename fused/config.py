@@ -56,8 +56,8 @@ ROWS_AHEAD = {3 << 20: 16, 1 << 20: 8, 3 << 18: 4}
 # Rows from which on a short window's leaves are many for the threads that sum them, and how many of these each has on
 # their way then: 5 to 7 % of the backward at 16,384 rows, 1 to 2 at 6,144.
 MANY_LEAF_ROWS, LEAVES_AHEAD = 1 << 12, 4
-# Rows up to which leaves are so few that several threads share each, where it comes in single rows: 12 to 21 % of the
-# backward at 64 and 128 rows of long windows; at 1024 rows it took longer.
+# Rows up to which leaves are so few that several threads share each, where it comes in single rows: 23 and 9 % of
+# the backward at 64 and 128 rows of long windows; at 1024 rows it took longer.
 FEW_LEAF_ROWS = LEAF_ROWS * 8
 STAGES = 2  # the row in work and the next one; a third took up to a fifth longer
 
