@@ -107,7 +107,6 @@ CATALOGUE: tuple[Shipped, ...] = (
     Shipped(8, 2, 512, 8192, "portable", "production pair of a window of 16, wide"),
     Shipped(32, 1, 65, 2048, "portable", "a window of 32 without overlap, odd"),
     Shipped(5, 2, 66, 4096, "native", "a window that threads do not share evenly"),
-    Shipped(100, 2, 512, 655, "native", "a window whose halves shares straddle"),
     Shipped(64, 1, 16, 1024, "native", "both sums have lanes, a narrow block"),
     Shipped(128, 1, 128, 512, "native", "production pair"),
     Shipped(128, 1, 512, 512, "native", "production pair, wide"),
