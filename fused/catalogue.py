@@ -17,6 +17,7 @@ from . import compiled
 from .checks import Shape
 from .config import (
     MANY_STREAMED,
+    MAX_RATIO,
     ROWS_STREAMED,
     STATIC_HEAD_DIMS,
     STREAMED,
@@ -62,7 +63,8 @@ class Shipped:
 def _streamed() -> Iterator[Shipped]:
     """For each cut of a long window a shape of each kind: with head_dim compiled in and not, of many columns and few.
 
-    Backward also each number of rows that a block takes. Of two columns a thread, the forward's cuts are among these.
+    Backward also each number of rows that a block takes, forward with overlap and without: windows up to 32 have the
+    same cut of two columns there, and longer ones cuts as long as the backward's.
     """
     for longest, _ in STREAMED["backward"]:
         _, _, min_blocks, _ = STREAMED["backward"][longest, 1]
@@ -75,6 +77,8 @@ def _streamed() -> Iterator[Shipped]:
             for coff, head_dim in itertools.product((1, 2), (*STATIC_HEAD_DIMS, 520)):
                 why = f"a window of {longest}, {least} columns a thread"
                 yield Shipped(longest // coff, coff, head_dim, MANY_STREAMED // longest, "native", why)
+        elif longest <= MAX_RATIO:
+            yield Shipped(longest, 1, 128, 16, "native", f"a window of {longest} without overlap, few rows")
 
 
 CATALOGUE: tuple[Shipped, ...] = (
@@ -107,6 +111,7 @@ CATALOGUE: tuple[Shipped, ...] = (
     Shipped(8, 2, 512, 8192, "portable", "production pair of a window of 16, wide"),
     Shipped(32, 1, 65, 2048, "portable", "a window of 32 without overlap, odd"),
     Shipped(5, 2, 66, 4096, "native", "a window that threads do not share evenly"),
+    Shipped(9, 1, 66, 100, "native", "an odd window, whose few leaves have two threads each"),
     Shipped(64, 1, 16, 1024, "native", "both sums have lanes, a narrow block"),
     Shipped(128, 1, 128, 512, "native", "production pair"),
     Shipped(128, 1, 512, 512, "native", "production pair, wide"),

@@ -67,11 +67,11 @@ def has_tangent(*tensors: Tensor) -> bool:
     torch itself does not ask: it gives the results of a custom operator no tangent, or 0. Outside forward-mode AD this
     reads one number; inside it torch.compile breaks the graph here.
     """
-    if forward_ad._current_level < 0:
-        return False
-    if torch.compiler.is_compiling():
-        # `torch.compiler.disable` would say the same, and import the compiler with this module.
-        raise RuntimeError("compress_thd has no forward-mode derivative")
+    return forward_ad._current_level >= 0 and _probe(*tensors)
+
+
+@torch.compiler.disable(reason="compress_thd has no forward-mode derivative")  # type: ignore[no-untyped-call]
+def _probe(*tensors: Tensor) -> bool:
     try:
         _Probe.apply(*tensors)  # type: ignore[no-untyped-call]
     except _TangentFound:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, cast
@@ -103,6 +104,7 @@ def rows_of(module: Compiled, arch: str) -> list[Row]:
     if not found or set(found) != set(used):
         raise ValueError(f"the PTX has the kernels {sorted(found)}, the cubin {sorted(used)}")
     rows = []
+    names = _names(module.name, list(found))
     for kernel, findings in found.items():
         given = _of(module.threads, kernel)
         threads = findings.threads if given is None else given
@@ -118,7 +120,7 @@ def rows_of(module: Compiled, arch: str) -> list[Row]:
         faults += _listed("unpinned", findings.unpinned) + _listed("atomic on global memory", findings.atomics)
         rows.append(
             Row(
-                name=module.name if len(found) == 1 else f"{module.name}/{_short(kernel)}",
+                name=names[kernel],
                 arch=arch,
                 registers=uses.registers,
                 spill_bytes=uses.spill_bytes,
@@ -171,6 +173,19 @@ def main(argv: list[str]) -> int:
 
 def _of(value: int | Mapping[str, int] | None, kernel: str) -> int | None:
     return value.get(kernel) if isinstance(value, Mapping) else value
+
+
+def _names(module: str, kernels: list[str]) -> dict[str, str]:
+    """What each kernel is called: as the module if it is alone, numbered from the second of a name on."""
+    if len(kernels) == 1:
+        return {kernels[0]: module}
+    seen: Counter[str] = Counter()
+    names = {}
+    for kernel in kernels:
+        short = _short(kernel)
+        seen[short] += 1
+        names[kernel] = f"{module}/{short}" + (f"-{seen[short]}" if seen[short] > 1 else "")
+    return names
 
 
 def _short(kernel: str) -> str:
