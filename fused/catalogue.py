@@ -63,8 +63,8 @@ class Shipped:
 def _streamed() -> Iterator[Shipped]:
     """For each cut of a long window a shape of each kind: with head_dim compiled in and not, of many columns and few.
 
-    Backward also each number of rows that a block takes, forward with overlap and without: windows up to 32 have the
-    same cut of two columns there, and longer ones cuts as long as the backward's.
+    Backward, each number of rows that a block takes; the forward's cuts of two columns are among these. Then those of
+    four, and those of two without overlap.
     """
     for longest, _ in STREAMED["backward"]:
         _, _, min_blocks, _ = STREAMED["backward"][longest, 1]

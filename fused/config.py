@@ -17,7 +17,7 @@ LEAF_RUN, LEAF_TREE_WINDOW = 4, 8
 MAX_RATIO = 256
 # Longest window and least columns of a thread, the most first: column groups and shares of a block, blocks that a
 # multiprocessor should hold, and entries of a run (see `Schedule`). The best of those tried on an H200 (65,536 tokens)
-# that spill nowhere: others took up to twice as long.
+# that spill nowhere where shares are even: others took up to twice as long.
 STREAMED: dict[Direction, dict[tuple[int, int], tuple[int, int, int, int]]] = {
     "forward": {
         (16, 4): (32, 2, 8, 16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import NamedTuple
 
 import cutlass
@@ -76,13 +77,10 @@ def entry_of(config: Config, i: int, ty: Int32) -> tuple[int | Int32, int | Int3
 
 def runs(config: Config) -> list[range]:
     """A thread's entries in runs, whose entries exist together and lie in one half."""
-    longest, found = config.schedule.longest_run, []
-    start = 0
-    for i in range(1, own_entries(config) + 1):
-        half = half_of(config, start)
-        if half is None or i - start == longest or i == own_entries(config) or half_of(config, i) != half:
-            found.append(range(start, i))
-            start = i
+    found = []
+    for half, together in groupby(range(own_entries(config)), lambda i: half_of(config, i)):
+        entries, most = list(together), 1 if half is None else config.schedule.longest_run
+        found += [range(entries[k], entries[k : k + most][-1] + 1) for k in range(0, len(entries), most)]
     return found
 
 
