@@ -34,7 +34,7 @@ from csa_gate.fixtures.kernels import load_kernel
 from csa_gate.fused import compiled
 from csa_gate.fused.config import Config, Direction
 from csa_gate.oracles import Problem
-from csa_gate.oracles.bits import bit_pattern
+from csa_gate.oracles.bits import same_bits
 
 Line = dict[str, Any]
 
@@ -75,8 +75,8 @@ def measure(problem: Problem, lines: list[Line], clock: CudaClock, bandwidth: fl
             tensor.fill_(7)
         with patched(configured(line)):
             us = clock.kernel_us([subject.calls(each)[direction] for each in buffers])
-        bits = [bit_pattern(tensor).clone() for tensor in results(buffers[0], direction)]
-        same = all(map(torch.equal, bits, first.setdefault(direction, bits)))
+        written = [tensor.clone() for tensor in results(buffers[0], direction)]
+        same = all(map(same_bits, written, first.setdefault(direction, written)))
         floor = us / floor_us(pack.traffic(direction), bandwidth)
         change = json.dumps({name: line[name] for name in ("vec", "schedule") if name in line})
         verdict = "" if same else "differ "

@@ -102,7 +102,7 @@ def grad_ape_kernel(
     """
     tx, thread, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    _, threads, _ = cute.arch.block_dim() if deal > 1 else (1, Int32(LEAF_LANES), 1)
+    threads = cute.arch.block_dim()[1] if deal > 1 else Int32(LEAF_LANES)
     width = cutlass.const_expr(leaf_groups(config))
     at = block * width + tx
     slots = cutlass.const_expr(LEAF_LANES * width)
