@@ -64,7 +64,8 @@ def problem_of(line: Line) -> Problem:
 
 def measure(problem: Problem, lines: list[Line], clock: CudaClock, bandwidth: float, device: torch.device) -> None:
     """Print a line for each of one problem."""
-    pack = Pack(repr(problem), problem)
+    lens = f"{len(problem.lens)} segments, {sum(problem.lens)} tokens"
+    pack = Pack(f"{lens}, ratio {problem.ratio}, coff {problem.coff}, head_dim {problem.head_dim}", problem)
     print(pack.id)
     buffers = [Buffers.make(problem, device, seed) for seed in range(clock.sets(pack.traffic("forward")))]
     subject = KernelSubject(load_kernel("fused"))

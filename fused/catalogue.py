@@ -16,6 +16,7 @@ import torch
 from . import compiled
 from .checks import Shape
 from .config import (
+    IN_REGISTERS,
     MANY_STREAMED,
     MAX_RATIO,
     ROWS_STREAMED,
@@ -58,6 +59,17 @@ class Shipped:
         """The configuration of a call on a GPU whose tensors are aligned as allocations are."""
         shape = Shape(1, self.rows * self.ratio, self.rows, self.head_dim)
         return compiled.configure(direction, self.ratio, self.coff, shape, self.exp, torch.device("cuda"), [])
+
+
+def _short() -> Iterator[Shipped]:
+    """For each cut of a short window whose backward threads take four columns, a shape of each kind."""
+    for longest, least in IN_REGISTERS:
+        if least > 2:
+            coff = 2 if longest > 1 else 1
+            for head_dim in (*STATIC_HEAD_DIMS, 520):
+                rows = math.ceil(3 * (1 << 20) / head_dim)
+                why = f"a window of {longest}, {least} columns a thread backward"
+                yield Shipped(longest // coff, coff, head_dim, rows, "native", why)
 
 
 def _streamed() -> Iterator[Shipped]:
@@ -120,6 +132,7 @@ CATALOGUE: tuple[Shipped, ...] = (
     Shipped(128, 2, 512, 512, "portable", "production pair with overlap, wide"),
     Shipped(128, 2, 64, 64, "native", "both sums have lanes"),
     Shipped(256, 1, 128, 256, "native", "the longest window without overlap"),
+    *_short(),
     *_streamed(),
     Shipped(256, 2, 2, 256, "portable", "both sums have lanes, the narrowest block"),
 )

@@ -8,6 +8,7 @@ from typing import Literal
 Direction = Literal["forward", "backward"]
 Exp = Literal["native", "portable"]
 Family = Literal["loop", "registers", "streamed"]
+Cut = tuple[int, int, int, int]
 
 LEAF_ROWS = 32  # consecutive rows that one leaf of the dape tree sums
 LEAF_LANES = 32  # running sums that the leaves are dealt to
@@ -18,7 +19,7 @@ MAX_RATIO = 256
 # Longest window and least columns of a thread, the most first: column groups and shares of a block, blocks that a
 # multiprocessor should hold, and entries of a run (see `Schedule`). The best of those tried on an H200 (65,536 tokens)
 # that spill nowhere where shares are even: others took up to twice as long.
-STREAMED: dict[Direction, dict[tuple[int, int], tuple[int, int, int, int]]] = {
+STREAMED: dict[Direction, dict[tuple[int, int], Cut]] = {
     "forward": {
         (16, 4): (32, 2, 8, 16),
         (32, 4): (16, 2, 16, 4),
@@ -40,15 +41,26 @@ STREAMED: dict[Direction, dict[tuple[int, int], tuple[int, int, int, int]]] = {
         (2 * MAX_RATIO, 1): (8, 32, 2, 8),
     },
 }
+# Likewise of short windows, backward: column groups and rows side by side of a block, rows that a thread takes one
+# after the other, and blocks that a multiprocessor should hold.
+IN_REGISTERS: dict[tuple[int, int], Cut] = {
+    (2, 4): (32, 8, 2, 4),
+    (4, 4): (16, 16, 1, 4),
+    (4, 1): (32, 16, 2, 2),
+    (6, 4): (16, 16, 1, 3),
+    (8, 4): (16, 16, 1, 2),
+    (8, 1): (32, 16, 1, 2),
+}
 # Window entries of all rows, times a row's 32s of columns, from which on a streamed thread takes more than two columns,
-# where `STREAMED` has them and a row has enough for a block.
+# where `STREAMED` has them and a row has enough for a block; elements of out likewise, backward, by the window, where
+# `IN_REGISTERS` has them.
 MANY_STREAMED = 1 << 18
+MANY_IN_REGISTERS = {4: 1 << 21, 8: 3 << 20}
 # Rows, times the same 32s, for each block that a multiprocessor holds, from which on a backward block takes several
 # rows, and how many, the most first: fewer write more of the dape workspace, more leave multiprocessors idle.
 ROWS_STREAMED = {5 << 7: 8, 1 << 8: 4}
 WARP = 32
 LONG_WINDOW = 8  # longer ones are streamed
-SHORTEST_WINDOW = 4  # longer ones leave a backward thread no registers for a second row
 STATIC_HEAD_DIMS = (128, 512)  # of production: compiled in on the GPU; all others share a function
 # Elements of out from which on a forward thread takes several rows of a short window, and how many, the most first:
 # enough for a block's start to be forgotten, and few enough to leave each of 132 multiprocessors two blocks or three.
@@ -166,9 +178,7 @@ def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows
     whole runs of `LEAF_RUN` rows, or one row.
     """
     if window > LONG_WINDOW:
-        cuts = STREAMED[direction].items()
-        cut = next(cut for (longest, least), cut in cuts if window <= longest and vec >= least)
-        width, shares, min_blocks, run = cut
+        width, shares, min_blocks, run = _cut(STREAMED[direction], window, vec)
         groups = head_dim // vec
         threads_x = min(width, 1 << (groups - 1).bit_length())
         if direction == "forward":
@@ -178,8 +188,8 @@ def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows
         rows_each = next(several, 1)
         return Schedule("streamed", threads_x, shares, rows_each, min_blocks, leaves_ahead=2, longest_run=run)
     if direction == "backward":
-        rows_each = 2 if window <= SHORTEST_WINDOW else 1
-        return Schedule("registers", 32, 16, rows_each, 2, leaves_ahead=LEAVES_AHEAD if rows >= MANY_LEAF_ROWS else 1)
+        ahead = LEAVES_AHEAD if rows >= MANY_LEAF_ROWS else 1
+        return Schedule("registers", *_cut(IN_REGISTERS, window, vec), leaves_ahead=ahead)
     rows_each = next((count for least, count in ROWS_AHEAD.items() if rows * head_dim >= least), 1)
     if rows_each == 1:
         return Schedule("registers", 32, 8, 1, 4)
@@ -189,13 +199,21 @@ def schedule_of(direction: Direction, window: int, head_dim: int, vec: int, rows
 
 def widest_on_gpu(direction: Direction, window: int, head_dim: int, rows: int) -> int:
     """Columns of a group on a GPU, at most."""
-    # The fewer instructions of four pay where there is work enough for as many threads.
+    # The fewer instructions and requests of four pay where there is work enough for as many threads.
     if window > LONG_WINDOW:
-        (_, most), (width, *_) = next(cut for cut in STREAMED[direction].items() if window <= cut[0][0])
-        many = window * _streamed_work(head_dim, rows) >= MANY_STREAMED and head_dim >= width * most
-        return max(most, 2) if many else 2
-    many = rows * head_dim >= min(ROWS_AHEAD)
-    return 4 if direction == "forward" and many else 2
+        cuts, many = STREAMED[direction], window * _streamed_work(head_dim, rows) >= MANY_STREAMED
+    elif direction == "backward":
+        least = next(least for longest, least in MANY_IN_REGISTERS.items() if window <= longest)
+        cuts, many = IN_REGISTERS, rows * head_dim >= least
+    else:
+        return 4 if rows * head_dim >= min(ROWS_AHEAD) else 2
+    most, width = next((most, width) for (longest, most), (width, *_) in cuts.items() if window <= longest)
+    return max(most, 2) if many and head_dim >= width * most else 2
+
+
+def _cut(cuts: dict[tuple[int, int], Cut], window: int, vec: int) -> Cut:
+    """The first of `STREAMED` or `IN_REGISTERS` for a window whose threads have `vec` columns."""
+    return next(cut for (longest, least), cut in cuts.items() if window <= longest and vec >= least)
 
 
 def _streamed_work(head_dim: int, rows: int) -> int:

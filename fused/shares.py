@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 from .arith import NEG_INF, storage
 from .config import WARP, Config
 from .row import add_bias
-from .window import Place, ape_entry, fragments
+from .window import Place, ape_entry, entry, fragments
 
 
 class Block(NamedTuple):
@@ -41,7 +41,7 @@ def enter_block(config: Config) -> Block:
     return Block(
         tx,
         ty,
-        plane=slots(config.window),
+        plane=slots(plane_entries(config)),
         tops=slots(warps(config)),
         sums=slots(config.softmax_lanes),
         accumulators=slots(4 * config.pool_lanes),
@@ -53,8 +53,18 @@ def own_entries(config: Config) -> int:
     return -(-config.window // config.schedule.threads_y)
 
 
+def plane_entries(config: Config) -> int:
+    """Entries of the plane: past the window's end they are 0, which changes no sum."""
+    return own_entries(config) * config.schedule.threads_y
+
+
 def warps(config: Config) -> int:
     return -(-config.schedule.threads // WARP)
+
+
+def shared_evenly(config: Config) -> bool:
+    """Whether every thread has as many entries of either half."""
+    return config.ratio % config.schedule.threads_y == 0
 
 
 def half_of(config: Config, i: int) -> int | None:
@@ -106,7 +116,9 @@ def load_own(
 ) -> cute.Tensor:
     """The thread's entries of a window, (own, vec) of `kind`, found by `entry` or `bias_entry`; else 0."""
     own = fragments(own_entries(config), config, kind)
-    for run in cutlass.const_expr(runs(config)):
+    # Either order lacks registers where the other does not.
+    in_order = cutlass.const_expr(runs(config) if shared_evenly(config) else runs(config)[::-1])
+    for run in in_order:
         if cutlass.const_expr(always_exists(config, run[0])):
             _load_run(config, memory, place, ty, index, run, own)
         elif exists(config, place, run[0], ty):
@@ -137,11 +149,19 @@ def entries_of(
     """A run of the thread's entries in memory, (len(run), vec).
 
     One address and constant steps from it: as indices of their own, entries would each take instructions and registers
-    for an address, and loads would not all be on their way at once.
+    for an address, and loads would not all be on their way at once. Where a half is not shared evenly, runs are many,
+    and all begin at a step from one address.
     """
+    size, shares = place.groups * config.vec, config.schedule.threads_y
     half, k = entry_of(config, run[0], ty)
-    first = memory[index(config, place, half, k), None].iterator
-    step = cute.assume(config.schedule.threads_y * config.coff * place.groups * config.vec, divby=config.vec)
+    if shared_evenly(config):
+        first = memory[index(config, place, half, k), None].iterator
+    else:
+        # From half to half, window entries follow one another in tokens but not in columns, nor in rows of ape.
+        later = 1 if index is entry else 1 - config.window
+        offset = cute.assume((run[0] * shares * config.coff + half * later) * size, divby=config.vec)
+        first = memory[index(config, place, 0, ty), None].iterator + offset
+    step = cute.assume(shares * config.coff * size, divby=config.vec)
     return cute.make_tensor(first, cute.make_layout((len(run), config.vec), stride=(step, 1)))
 
 

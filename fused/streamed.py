@@ -27,7 +27,7 @@ from .shares import (
     runs,
 )
 from .stack import enter_stack, in_turn, pop, push
-from .sums import block_highest, own_weight, pool_sum, put, slot, softmax_sum, take, take_in_turn, to_plane
+from .sums import block_highest, own_weight, pool_sum, put, softmax_sum, take, take_in_turn, to_plane
 from .window import Place, entry, fragments, place_of, row_entry, same, store_rounded
 
 
@@ -106,11 +106,9 @@ def _divide_plane(
 ) -> None:
     weight = fragments(1, config)
     for i in cutlass.range(own_entries(config), unroll=1):
-        if i * config.schedule.threads_y + block.ty < config.window:
-            at = slot(config, i, block)
-            cute.autovec_copy(block.plane[at, None], weight[0, None])
-            apply(quotient, config, (weight, 0), (weight, 0), (total, 0), (r, 0))
-            cute.autovec_copy(weight[0, None], block.plane[at, None])
+        take(config, i, block, weight, 0)
+        apply(quotient, config, (weight, 0), (weight, 0), (total, 0), (r, 0))
+        put(config, i, block, weight, 0)
     if cutlass.const_expr(powers is not None):
         for i in cutlass.range_constexpr(own_entries(config)):
             take(config, i, block, powers, i)

@@ -16,7 +16,7 @@ from cutlass import Constexpr, Int32
 from .arith import Group, add, apply, div_by, maximum, mul
 from .config import WARP, Config
 from .row import combine_accumulators, highest
-from .shares import Block, own_entries, warps
+from .shares import Block, own_entries, plane_entries, warps
 from .window import fragments, same
 
 BATCH = 8  # terms of a serial sum
@@ -51,24 +51,14 @@ def slot(config: Config, i: int | Int32, block: Block) -> Int32:
     return (i * config.schedule.threads_y + block.ty) * config.schedule.threads_x + block.tx
 
 
-@cute.jit
-def put(config: Constexpr, i: Constexpr, block: Block, own: cute.Tensor, at: Constexpr) -> None:
-    """Write entry `at` of `own` to the plane as the thread's i-th, if it has one."""
-    if cutlass.const_expr((i + 1) * config.schedule.threads_y <= config.window):
-        cute.autovec_copy(own[at, None], block.plane[slot(config, i, block), None])
-    elif i * config.schedule.threads_y + block.ty < config.window:
-        cute.autovec_copy(own[at, None], block.plane[slot(config, i, block), None])
+def put(config: Config, i: int, block: Block, own: cute.Tensor, at: int) -> None:
+    """Write entry `at` of `own` to the plane as the thread's i-th."""
+    cute.autovec_copy(own[at, None], block.plane[slot(config, i, block), None])
 
 
-@cute.jit
-def take(config: Constexpr, i: Constexpr, block: Block, own: cute.Tensor, at: Constexpr) -> None:
-    """Read the thread's i-th entry of the plane into entry `at` of `own`; 0 if it has none."""
-    if cutlass.const_expr((i + 1) * config.schedule.threads_y <= config.window):
-        cute.autovec_copy(block.plane[slot(config, i, block), None], own[at, None])
-    else:
-        own[at, None].fill(0.0)
-        if i * config.schedule.threads_y + block.ty < config.window:
-            cute.autovec_copy(block.plane[slot(config, i, block), None], own[at, None])
+def take(config: Config, i: int, block: Block, own: cute.Tensor, at: int) -> None:
+    """Read the thread's i-th entry of the plane into entry `at` of `own`."""
+    cute.autovec_copy(block.plane[slot(config, i, block), None], own[at, None])
 
 
 @cute.jit
@@ -113,23 +103,28 @@ def serial_sums(
     """
     single = cutlass.const_expr(replace(config, vec=1))
     columns = cutlass.const_expr(config.schedule.threads_x * config.vec)
-    stride, count = cutlass.const_expr(lanes * columns), cutlass.const_expr(config.window // lanes)
-    plane, to = _flat(block.plane, config.window * columns), _flat(sums, stride)
+    size = cutlass.const_expr(plane_entries(config) * columns)
+    stride, count = cutlass.const_expr(lanes * columns), cutlass.const_expr(plane_entries(config) // lanes)
+    plane, to = _flat(block.plane, size), _flat(sums, stride)
     total = fragments(1, single)
     for at in cutlass.range(thread, stride, threads):
         total.fill(0.0)
-        if cutlass.const_expr(count % (2 * BATCH) == 0 and config.window % lanes == 0):
-            # One batch of terms is loaded while the other is added.
+        if cutlass.const_expr(plane_entries(config) % lanes == 0):
             term = fragments(2 * BATCH, single)
-            _load_batch(single, plane, at, stride, term, 0)
-            for start in cutlass.range(0, count, 2 * BATCH):
-                _load_batch(single, plane, at + (start + BATCH) * stride, stride, term, BATCH)
-                _add_batch(single, total, term, 0)
-                after = cutlass.min(start + 2 * BATCH, count - BATCH)
-                _load_batch(single, plane, at + after * stride, stride, term, 0)
-                _add_batch(single, total, term, BATCH)
+            rest = cutlass.const_expr(count % (2 * BATCH))
+            if cutlass.const_expr(count > rest):
+                # One batch of terms is loaded while the other is added.
+                _load_terms(single, plane, at, stride, term, 0, BATCH)
+                for start in cutlass.range(0, count - rest, 2 * BATCH):
+                    _load_terms(single, plane, at + (start + BATCH) * stride, stride, term, BATCH, BATCH)
+                    _add_terms(single, total, term, 0, BATCH)
+                    after = cutlass.min(start + 2 * BATCH, count - BATCH)
+                    _load_terms(single, plane, at + after * stride, stride, term, 0, BATCH)
+                    _add_terms(single, total, term, BATCH, BATCH)
+            _load_terms(single, plane, at + (count - rest) * stride, stride, term, 0, rest)
+            _add_terms(single, total, term, 0, rest)
         else:
-            for w in cutlass.range(at, config.window * columns, stride, unroll=4):
+            for w in cutlass.range(at, size, stride, unroll=4):
                 apply(add, single, (total, 0), (total, 0), (plane, w))
         cute.autovec_copy(total[0, None], to[at, None])
 
@@ -143,13 +138,15 @@ def block_sums(config: Constexpr, block: Block, lanes: Constexpr, sums: cute.Ten
     cute.arch.sync_threads()
 
 
-def _load_batch(config: Config, plane: cute.Tensor, at: Int32, stride: int, term: cute.Tensor, first: int) -> None:
-    for i in range(BATCH):
+def _load_terms(
+    config: Config, plane: cute.Tensor, at: Int32, stride: int, term: cute.Tensor, first: int, count: int
+) -> None:
+    for i in range(count):
         cute.autovec_copy(plane[at + i * stride, None], term[first + i, None])
 
 
-def _add_batch(config: Config, total: cute.Tensor, term: cute.Tensor, first: int) -> None:
-    for i in range(BATCH):
+def _add_terms(config: Config, total: cute.Tensor, term: cute.Tensor, first: int, count: int) -> None:
+    for i in range(count):
         apply(add, config, (total, 0), (total, 0), (term, first + i))
 
 

@@ -14,8 +14,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32
 
-from .arith import Group, Lane, apply, storage
+from .arith import Group, Lane, apply, ceil_div, storage
 from .config import Config
+
+# A step of the search for a segment leaves one of so many parts, with all its loads on their way at once: 52.4 us in
+# place of 59.6 with two for the backward of 4096 x 16 x 128; with 16 no less.
+SEARCH_PARTS = 8
 
 
 class Place(NamedTuple):
@@ -61,11 +65,15 @@ def find_segment(cu_seqlens_comp: cute.Tensor, segments: Int32, row: Int32) -> I
     low = Int32(0)
     high = segments
     while high - low > 1:
-        middle = (low + high) // 2
-        if cu_seqlens_comp[middle] <= row:
-            low = middle
-        else:
-            high = middle
+        step = ceil_div(high - low, SEARCH_PARTS)
+        before = Int32(0)
+        for i in cutlass.range_constexpr(1, SEARCH_PARTS):
+            part = low + i * step
+            start = cu_seqlens_comp[cutlass.min(part, high - 1)]
+            if (part < high) & (start <= row):
+                before += 1
+        low += before * step
+        high = cutlass.min(low + step, high)
     return low
 
 
