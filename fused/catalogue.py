@@ -72,6 +72,15 @@ def _short() -> Iterator[Shipped]:
                 yield Shipped(longest // coff, coff, head_dim, rows, "native", why)
 
 
+def _uneven() -> Iterator[Shipped]:
+    """For each cut of a long window nearly the longest that threads do not share evenly, of many rows and of few."""
+    for longest, _ in STREAMED["backward"]:
+        for coff in (1, 2) if longest <= MAX_RATIO else (2,):
+            why = f"a window below {longest}, not shared evenly"
+            for head_dim, rows in ((512, MANY_STREAMED // longest), (128, 16)):
+                yield Shipped((longest - 1) // coff, coff, head_dim, rows, "native", why)
+
+
 def _streamed() -> Iterator[Shipped]:
     """For each cut of a long window a shape of each kind: with head_dim compiled in and not, of many columns and few.
 
@@ -97,7 +106,6 @@ CATALOGUE: tuple[Shipped, ...] = (
     Shipped(4, 2, 128, 2048, "native", "production pair, one short pack"),
     Shipped(4, 2, 128, 6144, "native", "production pair, a batch"),
     Shipped(4, 2, 128, 16384, "native", "production pair, a large batch"),
-    Shipped(4, 2, 512, 6144, "native", "production pair, wide"),
     Shipped(4, 2, 512, 6144, "portable", "production pair, wide"),
     Shipped(4, 2, 65, 512, "native", "one column a thread, few rows"),
     Shipped(4, 2, 65, 12288, "native", "one column a thread, many rows"),
@@ -134,6 +142,8 @@ CATALOGUE: tuple[Shipped, ...] = (
     Shipped(256, 1, 128, 256, "native", "the longest window without overlap"),
     *_short(),
     *_streamed(),
+    *_uneven(),
+    Shipped(116, 2, 128, 16, "native", "halves that shares straddle, few rows"),
     Shipped(256, 2, 2, 256, "portable", "both sums have lanes, the narrowest block"),
 )
 """A shape for every schedule, and for what else changes the code: both powers, both widths, lanes in the sums."""

@@ -357,7 +357,7 @@ def run(*options, capfd):
     return status, captured.out, captured.err
 
 
-@pytest.mark.parametrize(("which", "expf", "sums"), [("r2c2-", False, 1), ("r64c1-d16-n1024-", True, 2)])
+@pytest.mark.parametrize(("which", "expf", "sums"), [("r2c2-d64-", False, 1), ("r64c1-d16-n1024-", True, 2)])
 def test_shipped_kernels(which, expf, sums, tmp_path, capfd):
     """The command on a part of the catalogue: nothing at fault, every figure in the file; a name for every kernel."""
     status, out, _ = run("--arch", "sm_90a", "-k", which, "--json", tmp_path / "rows.json", capfd=capfd)
