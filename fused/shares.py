@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64
 from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp, L2PrefetchSize
 from cutlass.memory import SmemAllocator
 
@@ -159,8 +159,10 @@ def entries_of(
     else:
         # From half to half, window entries follow one another in tokens but not in columns, nor in rows of ape.
         later = 1 if index is entry else 1 - config.window
-        offset = cute.assume((run[0] * shares * config.coff + half * later) * size, divby=config.vec)
-        first = memory[index(config, place, 0, ty), None].iterator + offset
+        entries = run[0] * shares * config.coff + half * later
+        # From an address before the tensor, as that of a first row is, steps can be twice as long as offsets in it.
+        offset = entries * size if config.head_dim is not None else Int64(entries) * Int64(size)
+        first = memory[index(config, place, 0, ty), None].iterator + cute.assume(offset, divby=config.vec)
     step = cute.assume(shares * config.coff * size, divby=config.vec)
     return cute.make_tensor(first, cute.make_layout((len(run), config.vec), stride=(step, 1)))
 

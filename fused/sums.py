@@ -1,8 +1,8 @@
 """Maxima and sums over a window that a block's threads share.
 
-What a softmax sum needs in order passes through one plane of shared memory, (window * threads_x, vec) fp32; one thread
-a column and lane adds it serially from there. A thread's entries are those of one accumulator of the pooling sum, or of
-a few, wherever their number is a multiple of `threads_y`; else the products take the same way.
+What a softmax sum needs in order passes through one plane of shared memory, (plane_entries * threads_x, vec) fp32; one
+thread a column and lane adds it serially from there. A thread's entries are those of one accumulator of the pooling
+sum, or of a few, wherever their number is a multiple of `threads_y`; else the products take the same way.
 """
 
 from __future__ import annotations

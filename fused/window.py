@@ -63,17 +63,16 @@ def row_entry(place: Place) -> Int32:
 def find_segment(cu_seqlens_comp: cute.Tensor, segments: Int32, row: Int32) -> Int32:
     """The segment that holds `row`: the last one that starts at or before it, so empty ones are stepped over."""
     low = Int32(0)
-    high = segments
-    while high - low > 1:
-        step = ceil_div(high - low, SEARCH_PARTS)
+    left = segments  # how many are in question, from `low` on; an end of theirs could leave int32
+    while left > 1:
+        step = ceil_div(left, SEARCH_PARTS)
         before = Int32(0)
         for i in cutlass.range_constexpr(1, SEARCH_PARTS):
-            part = low + i * step
-            start = cu_seqlens_comp[cutlass.min(part, high - 1)]
-            if (part < high) & (start <= row):
+            start = cu_seqlens_comp[low + cutlass.min(i * step, left - 1)]
+            if (i * step < left) & (start <= row):
                 before += 1
         low += before * step
-        high = cutlass.min(low + step, high)
+        left = cutlass.min(step, left - before * step)
     return low
 
 
