@@ -17,6 +17,7 @@ from . import compiled
 from .checks import Shape
 from .config import (
     IN_REGISTERS,
+    MANY_IN_REGISTERS,
     MANY_STREAMED,
     MAX_RATIO,
     ROWS_STREAMED,
@@ -67,7 +68,7 @@ def _short() -> Iterator[Shipped]:
         if least > 2:
             coff = 2 if longest > 1 else 1
             for head_dim in (*STATIC_HEAD_DIMS, 520):
-                rows = math.ceil(3 * (1 << 20) / head_dim)
+                rows = math.ceil(max(MANY_IN_REGISTERS.values()) / head_dim)
                 why = f"a window of {longest}, {least} columns a thread backward"
                 yield Shipped(longest // coff, coff, head_dim, rows, "native", why)
 
